@@ -14,8 +14,13 @@ import torch
 from mingc.runtime import large_arrays
 from mingc.runtime.service import host_tensors
 
-LARGE = large_arrays.LARGE_BYTES
+LARGE = 5 << 20
 WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_arrays, "LARGE_BYTES", LARGE)
 
 
 def is_mapped(address: int) -> bool:
@@ -49,7 +54,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<f4", "<f8"])
-@pytest.mark.parametrize("shape", [0, (0, 3), (), (5, 7), (3, 1 << 20), (1025, 513, 9)])
+@pytest.mark.parametrize("shape", [0, (0, 3), (), (5, 7), (3, 2 << 20), (1025, 513, 17)])
 def test_they_are_used_like_other_arrays(shape: int | tuple[int, ...], dtype: str) -> None:
     expected = np.empty(shape, dtype)
     array = large_arrays.empty(shape, dtype)
@@ -106,7 +111,7 @@ def test_parts_are_joined_as_bytes_are(count: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_embeddings_are_copied_and_concatenated_as_by_torch(dtype: torch.dtype) -> None:
-    values = torch.randn(1500, 2048, generator=torch.Generator().manual_seed(4)).to(dtype)
+    values = torch.randn(1500, 4096, generator=torch.Generator().manual_seed(4)).to(dtype)
     parts = [values[:3], values[3:1000], values[1000:]]
     for found in (host_tensors.copy(values), host_tensors.concatenate(parts)):
         assert found.is_contiguous() and found.data_ptr() != values.data_ptr()

@@ -17,6 +17,7 @@ from mingc.runtime.http import body_decoder, long_strings
 from mingc.runtime.http.body_decoder import MAX_DECODED_BYTES
 from mingc.runtime.http.long_strings import (
     LONG_BYTES,
+    TooManyBytesError,
     TooManyStringsError,
     count_bytes,
     cut_long_strings,
@@ -61,6 +62,17 @@ def test_what_is_no_json_stays_as_it_is() -> None:
         assert cut_long_strings(memoryview(raw), 1000, len(raw)) == (raw, {})
     with pytest.raises(TooManyStringsError):
         cut_long_strings(memoryview(b'""' * 1001), 1000, 3000)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_what_is_left_of_a_body_is_counted_before_it_is_copied() -> None:
+    raw = b'{"a": "' + b"x" * 100 + b'", "b": [1, 2]}'
+    short, found = cut_long_strings(memoryview(raw), 1000, 1000)
+    assert len(found) == 1 and len(short) < len(raw) + 100
+    assert cut_long_strings(memoryview(raw), 1000, len(short))[0] != b""
+    with pytest.raises(TooManyBytesError) as error:
+        cut_long_strings(memoryview(raw), 1000, len(short) - 1)
+    assert error.value.num_bytes == len(short)
 
 
 @pytest.mark.usefixtures("small_steps")
