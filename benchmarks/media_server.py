@@ -36,6 +36,7 @@ from mingc.runtime.preprocess.decoder_pool import DecoderPool
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import ServiceInfo
+from mingc.runtime.service import host_tensors
 from mingc.runtime.service.encoder_cache import EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.omni import ChatPipeline, OmniService
@@ -146,7 +147,8 @@ class _Zeros:
         return features.mel.nbytes if isinstance(features, AudioFeatures) else features.patches.nbytes
 
     def encode(self, features: Sequence[VisionFeatures | AudioFeatures]) -> list[Tensor]:
-        return [torch.zeros(self._count(each), self._hidden_size, dtype=torch.bfloat16) for each in features]
+        shapes = [(self._count(each), self._hidden_size) for each in features]
+        return [host_tensors.empty(shape, torch.bfloat16).zero_() for shape in shapes]
 
 
 class _PacedRunner:

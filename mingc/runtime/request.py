@@ -28,7 +28,7 @@ class MediaPart:
     """One encoded image, audio clip or video. `where` names it in error messages (`messages[0].content[1]`)."""
 
     kind: Literal["image", "audio", "video"]
-    data: bytes
+    data: bytes | memoryview
     where: str
 
 

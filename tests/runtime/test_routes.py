@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -453,6 +454,29 @@ class VirtualTime(asyncio.SelectorEventLoop):
             await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("is_declared", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [[], [0], [1, 65_535], [65_536, 1], [3, 0, 70_000, 5_000_000, 1, 6_000_000]]
+)
+def test_bodies_are_read_whole_however_they_are_cut(sizes: list[int], is_declared: bool) -> None:
+    generator = random.Random(8)
+    chunks = [generator.randbytes(size) for size in sizes]
+    whole = b"".join(chunks)
+    headers = [(b"content-length", str(len(whole)).encode())] if is_declared else []
+    waiting = [*chunks, b""]
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
+
+    async def read() -> memoryview:
+        budget = BodyBudget(1 << 30, Metrics())
+        with budget.charge() as charge:
+            request = Request({"type": "http", "headers": headers}, receive)
+            return await read_body(request, ServeOptions(), budget, charge)
+
+    assert asyncio.run(read()) == whole
+
+
 @pytest.mark.parametrize(("pause_s", "is_late"), [(9.0, False), (11.0, True)])
 def test_the_idle_timeout_of_a_body_begins_again_with_every_part(pause_s: float, is_late: bool) -> None:
     loop, options = VirtualTime(), ServeOptions(body_idle_timeout_s=10.0, body_timeout_s=1000.0)
@@ -462,7 +486,7 @@ def test_the_idle_timeout_of_a_body_begins_again_with_every_part(pause_s: float,
         await loop.pass_time(pause_s)
         return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
 
-    async def read() -> bytearray:
+    async def read() -> memoryview:
         budget = BodyBudget(1 << 20, Metrics())
         with budget.charge() as charge:
             return await read_body(Request({"type": "http", "headers": []}, receive), options, budget, charge)

@@ -17,6 +17,7 @@ from mingc.runtime.http import body_decoder, long_strings
 from mingc.runtime.http.body_decoder import MAX_DECODED_BYTES
 from mingc.runtime.http.long_strings import (
     LONG_BYTES,
+    TooManyBytesError,
     TooManyStringsError,
     count_bytes,
     cut_long_strings,
@@ -32,6 +33,7 @@ from mingc.runtime.request import MediaPart
 def small_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps so small that strings, escapes and base64 groups are split everywhere."""
     monkeypatch.setattr(long_strings, "_SLICE", request.param)
+    monkeypatch.setattr(long_strings, "_FIRST_SLICE", 3)
     monkeypatch.setattr(long_strings, "LONG_BYTES", 20)
 
 
@@ -44,12 +46,12 @@ def test_cut_strings_put_back_are_the_body() -> None:
             texts = ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(6)]
             value = {texts[0]: texts[1:4], "n": [1, {"x": texts[4]}], "last": texts[5]}
             raw = json.dumps(value, ensure_ascii=ensure_ascii).encode()
-            short, found = cut_long_strings(raw, 1000)
+            short, found = cut_long_strings(memoryview(raw), 1000, len(raw))
             for name, each in found.items():
                 assert len(each.data) >= 20
                 short = short.replace(name.encode(), bytes(each.data))
             assert short == raw
-            left = json.loads(cut_long_strings(raw, 1000)[0])
+            left = json.loads(cut_long_strings(memoryview(raw), 1000, len(raw))[0])
             assert all(len(text) < 400 for text in left["n"][1].values())
             assert count_bytes(raw, b",") == raw.count(b",")
 
@@ -57,9 +59,20 @@ def test_cut_strings_put_back_are_the_body() -> None:
 @pytest.mark.usefixtures("small_steps")
 def test_what_is_no_json_stays_as_it_is() -> None:
     for raw in (b'{"a": "' + b"x" * 100, b'"' + b"\\" * 101, b'"' + b"\\" * 100, b"", b"[" * 100):
-        assert cut_long_strings(raw, 1000) == (raw, {})
+        assert cut_long_strings(memoryview(raw), 1000, len(raw)) == (raw, {})
     with pytest.raises(TooManyStringsError):
-        cut_long_strings(b'""' * 1001, 1000)
+        cut_long_strings(memoryview(b'""' * 1001), 1000, 3000)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_what_is_left_of_a_body_is_counted_before_it_is_copied() -> None:
+    raw = b'{"a": "' + b"x" * 100 + b'", "b": [1, 2]}'
+    short, found = cut_long_strings(memoryview(raw), 1000, 1000)
+    assert len(found) == 1 and len(short) < len(raw) + 100
+    assert cut_long_strings(memoryview(raw), 1000, len(short))[0] != b""
+    with pytest.raises(TooManyBytesError) as error:
+        cut_long_strings(memoryview(raw), 1000, len(short) - 1)
+    assert error.value.num_bytes == len(short)
 
 
 @pytest.mark.usefixtures("small_steps")

@@ -21,6 +21,7 @@ from mingc.errors import RequestError
 from mingc.runtime.http.long_strings import (
     LONG_BYTES,
     LongString,
+    TooManyBytesError,
     TooManyStringsError,
     count_bytes,
     cut_long_strings,
@@ -56,31 +57,34 @@ class BodyDecoder(Generic[_Body]):
         self._media_fields = media_fields
         self._decoder = msgspec.json.Decoder(type_)
 
-    def decode(self, raw: bytes | bytearray) -> _Body:
+    def decode(self, raw: bytes | memoryview) -> _Body:
         """The body as a struct.
 
         Raises:
             RequestError: for anything RFC 8259 does not allow, NaN and Infinity included; for a field that is
                 unknown, missing, of the wrong type or out of range; for more values than any request needs.
         """
+        raw = memoryview(raw)
         # Decoding blocks every stream: without these limits 100 MB of small values take seconds and gigabytes.
         if (num_commas := count_bytes(raw, b",")) > MAX_COMMAS:
             raise _too_complex(f"holds {num_commas} commas; the limit is {MAX_COMMAS}")
-        strings: dict[str, LongString] = {}
-        if len(raw) > LONG_BYTES:
-            try:
-                raw, strings = cut_long_strings(raw, 4 * MAX_COMMAS)
-            except TooManyStringsError as error:
-                raise _too_complex(f"holds more than {4 * MAX_COMMAS} strings") from error
-        if len(raw) > MAX_DECODED_BYTES:
-            raise _too_complex(f"holds {len(raw)} bytes without its media; the limit is {MAX_DECODED_BYTES}")
-        body = self._decode(raw)
+        if len(raw) <= LONG_BYTES:
+            return self._decode(bytes(raw))
+        try:
+            short, strings = cut_long_strings(raw, 4 * MAX_COMMAS, MAX_DECODED_BYTES)
+        except TooManyStringsError as error:
+            raise _too_complex(f"holds more than {4 * MAX_COMMAS} strings") from error
+        except TooManyBytesError as error:
+            raise _too_complex(
+                f"holds {error.num_bytes} bytes without its media; the limit is {MAX_DECODED_BYTES}"
+            ) from error
+        body = self._decode(short)
         if strings:
-            left = MAX_DECODED_BYTES - len(raw)
+            left = MAX_DECODED_BYTES - len(short)
             _Restorer(strings, self._text_fields, self._media_fields, left).restore(body, [])
         return body
 
-    def _decode(self, raw: bytes | bytearray) -> _Body:
+    def _decode(self, raw: bytes) -> _Body:
         try:
             return self._decoder.decode(raw)
         except msgspec.ValidationError as error:
@@ -233,7 +237,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _ConstantError(f"{name} is not a JSON number")
 
 
-def _parse_untyped(raw: bytes | bytearray) -> object:
+def _parse_untyped(raw: bytes) -> object:
     """The JSON value by Python's own parser, whose errors name line and column. Raises: RequestError."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
@@ -276,7 +280,7 @@ def _check_text(value: str, keys: _Keys) -> None:
         ) from error
 
 
-def _validation_error(reason: str, raw: bytes | bytearray, type_: type) -> RequestError:
+def _validation_error(reason: str, raw: bytes, type_: type) -> RequestError:
     """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message."""
     before, found, path = reason.rpartition(" - at `$")
     if found and _PATH.fullmatch(path):  # a key in the message may contain the separator
@@ -412,7 +416,7 @@ def _names(struct: inspect.StructType) -> Iterator[str]:
         yield struct.tag_field
 
 
-def _value_at(raw: bytes | bytearray, keys: _Keys) -> object:
+def _value_at(raw: bytes, keys: _Keys) -> object:
     """The value at `keys`; only containers on the way are decoded, so a large body costs little."""
     try:
         data = raw

@@ -14,9 +14,13 @@ import secrets
 import string
 
 import msgspec
+import numpy as np
+
+from mingc.runtime import large_arrays
 
 LONG_BYTES = 64 * 1024
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
+_FIRST_SLICE = 1 << 8  # of a search, which doubles them
 _PREFIX = 256
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
@@ -42,17 +46,27 @@ class TooManyStringsError(ValueError):
     """A body has more strings than any request needs."""
 
 
-def cut_long_strings(raw: bytes | bytearray, max_strings: int) -> tuple[bytes, dict[str, LongString]]:
+class TooManyBytesError(ValueError):
+    """A body has more bytes without its long strings than any request needs: `num_bytes`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def cut_long_strings(
+    raw: memoryview, max_strings: int, max_bytes: int
+) -> tuple[bytes, dict[str, LongString]]:
     """The body with placeholders for its long strings, and what they stand for.
 
     A body that is not JSON is left unchanged from the first fault on.
 
     Raises:
         TooManyStringsError: if there are more than `max_strings`.
+        TooManyBytesError: if the body with placeholders is longer than `max_bytes`.
     """
-    parts: list[bytes | bytearray] = []
+    parts: list[bytes | memoryview] = []
     found: dict[str, LongString] = {}
-    whole = memoryview(raw)
     position = copied = count = 0
     while (start := _find_quote(raw, position)) >= 0:
         count += 1
@@ -62,36 +76,40 @@ def cut_long_strings(raw: bytes | bytearray, max_strings: int) -> tuple[bytes, d
         if end < 0:
             break
         if end - start > LONG_BYTES:
-            value = LongString(_prefix(raw, start + 1), whole[start + 1 : end])
+            value = LongString(_prefix(raw, start + 1), raw[start + 1 : end])
             name = f"{value}{_NONCE}{len(found)}"
             found[name] = value
             parts += [raw[copied : start + 1], name.encode()]
             copied = end
         position = end + 1
     parts.append(raw[copied:])
+    if (num_bytes := sum(map(len, parts))) > max_bytes:  # before they are copied
+        raise TooManyBytesError(num_bytes)
     return b"".join(parts), found
 
 
-def _prefix(raw: bytes | bytearray, start: int) -> str:
+def _prefix(raw: memoryview, start: int) -> str:
     """The first characters of a string, up to the first escape sequence; `/` may be escaped."""
-    match = _PLAIN.match(raw[start : start + _PREFIX].replace(b"\\/", b"/"))
+    match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
     assert match is not None
     return match[0].decode()
 
 
-def count_bytes(raw: bytes | bytearray, byte: bytes) -> int:
-    """`raw.count(byte)`, in steps."""
-    return sum(raw.count(byte, start, start + _SLICE) for start in range(0, len(raw), _SLICE))
+def count_bytes(raw: memoryview, byte: bytes) -> int:
+    """How often `byte` occurs; counted in steps."""
+    return sum(bytes(raw[start : start + _SLICE]).count(byte) for start in range(0, len(raw), _SLICE))
 
 
-def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
+def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
     """The bytes of base64, in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
     backslash is a fault.
 
     Raises:
         binascii.Error: if it is not base64.
     """
-    parts: list[bytes] = []
+    # Parts are copied as they come: a list of them would be joined and freed at once.
+    found = large_arrays.empty(-(-len(data) // 4) * 3, np.uint8).data
+    size = 0
     rest = b""
     is_padded = False
     for start in range(0, len(data), _SLICE):
@@ -99,7 +117,8 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
         piece = rest + bytes(data[start : start + _SLICE])
         rest = b""
         if not is_padded and (decoded := _decode_plain(piece)) is not None:
-            parts.append(decoded)
+            found[size : size + len(decoded)] = decoded
+            size += len(decoded)
             is_padded = piece.endswith(b"=")
             continue
         if is_escaped and b"\\" in piece:
@@ -111,9 +130,11 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> bytes:
         piece, rest = piece[:keep], piece[keep:] + rest
         if piece and is_padded:
             raise binascii.Error("Excess data after padding")
-        parts.append(base64.b64decode(piece, validate=True))
+        decoded = base64.b64decode(piece, validate=True)
+        found[size : size + len(decoded)] = decoded
+        size += len(decoded)
         is_padded = is_padded or piece.endswith(b"=")  # a piece may be white space alone
-    return b"".join(parts)
+    return found[:size]
 
 
 def _decode_plain(piece: bytes) -> bytes | None:
@@ -135,15 +156,17 @@ def _unescape(match: re.Match[bytes]) -> bytes:
     return plain
 
 
-def _find_quote(raw: bytes | bytearray, position: int) -> int:
+def _find_quote(raw: memoryview, position: int) -> int:
+    step = _FIRST_SLICE
     while position < len(raw):
-        if (found := raw.find(b'"', position, position + _SLICE)) >= 0:
-            return found
-        position += _SLICE
+        if (found := bytes(raw[position : position + step]).find(b'"')) >= 0:
+            return position + found
+        position += step
+        step = min(2 * step, _SLICE)
     return -1
 
 
-def _string_end(raw: bytes | bytearray, position: int) -> int:
+def _string_end(raw: memoryview, position: int) -> int:
     """The closing quote of a string whose content begins at `position`; -1 if there is none.
 
     Base64 has no quote before its end, which `find` reaches a hundred times as fast as the pattern. The pattern walks
@@ -159,10 +182,10 @@ def _string_end(raw: bytes | bytearray, position: int) -> int:
     return -1
 
 
-def _is_escaped(raw: bytes | bytearray, start: int, place: int) -> bool:
+def _is_escaped(raw: memoryview, start: int, place: int) -> bool:
     """Whether an odd number of backslashes stands before `place`; none before `start` belongs to them."""
     end = place
     while end > start and raw[end - 1] == ord("\\"):
-        step = raw[max(start, end - _SLICE) : end]
+        step = bytes(raw[max(start, end - _SLICE) : end])
         end -= len(step) - len(step.rstrip(b"\\"))
     return (place - end) % 2 == 1

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from mingc.errors import RequestError
+from mingc.runtime import large_arrays
 from mingc.runtime.http.body_decoder import shorten
 from mingc.runtime.http.long_strings import LongString, decode_base64
 from mingc.runtime.http.messages import MediaSource
@@ -77,7 +78,7 @@ class MediaLoader:
             read.append(Message(role=message.role, parts=tuple(parts)))
         return tuple(read)
 
-    async def _read(self, media: MediaSource, max_bytes: int) -> bytes:
+    async def _read(self, media: MediaSource, max_bytes: int) -> memoryview:
         scheme = _SCHEME.match(media.source[:64])
         name = scheme.group(1).lower() if scheme else ""
         if name == "data":
@@ -110,7 +111,7 @@ class MediaLoader:
         path = Path(os.path.normpath(self._root / source))
         return not (path.is_relative_to(self._root) and os.path.lexists(path))
 
-    async def _decode_data_url(self, media: MediaSource, max_bytes: int) -> bytes:
+    async def _decode_data_url(self, media: MediaSource, max_bytes: int) -> memoryview:
         header, comma, _ = media.source.partition(",")
         if not comma or not header.lower().endswith(";base64"):
             _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
@@ -125,7 +126,7 @@ class MediaLoader:
             start = bytes(media.source.data[:1024]).index(b",") + 1
         return await self._decode_base64(media.source, start, media, max_bytes)
 
-    async def _decode_base64(self, source: str, start: int, media: MediaSource, max_bytes: int) -> bytes:
+    async def _decode_base64(self, source: str, start: int, media: MediaSource, max_bytes: int) -> memoryview:
         """The bytes of base64 in `source` from `start` on."""
         size = len(source.data if isinstance(source, LongString) else source) - start
         if size * 3 // 4 > max_bytes + 3:
@@ -141,7 +142,7 @@ class MediaLoader:
             self._too_large(media)
         return data
 
-    async def _fetch(self, media: MediaSource, max_bytes: int) -> bytes:
+    async def _fetch(self, media: MediaSource, max_bytes: int) -> memoryview:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._follow(media, max_bytes)
@@ -153,7 +154,7 @@ class MediaLoader:
             why = str(error) or type(error).__name__
             _refuse(media, f"{_shown(media.source)} cannot be fetched: {why}", "media_fetch_failed", error)
 
-    async def _follow(self, media: MediaSource, max_bytes: int) -> bytes:
+    async def _follow(self, media: MediaSource, max_bytes: int) -> memoryview:
         url = httpx.URL(media.source)
         # trust_env off: no proxy, and no password of this host's .netrc is sent to a host that a client chose
         context = await asyncio.to_thread(_tls_context)
@@ -212,7 +213,9 @@ class MediaLoader:
                 await response.aclose()
             return
 
-    async def _read_response(self, response: httpx.Response, media: MediaSource, max_bytes: int) -> bytes:
+    async def _read_response(
+        self, response: httpx.Response, media: MediaSource, max_bytes: int
+    ) -> memoryview:
         declared = response.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
             self._too_large(media)
@@ -223,7 +226,7 @@ class MediaLoader:
             size += len(chunk)
             if size > max_bytes:
                 self._too_large(media)
-        return await asyncio.to_thread(b"".join, parts)  # 100 MB take tens of milliseconds
+        return await asyncio.to_thread(large_arrays.join, parts)  # 100 MB take tens of milliseconds
 
     def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
         """Refuse a host that is not allowed; True if it is allowed by name, False if it is allowed as a public host.
@@ -247,7 +250,7 @@ class MediaLoader:
             )
         return False
 
-    def _read_file(self, media: MediaSource, max_bytes: int) -> bytes:
+    def _read_file(self, media: MediaSource, max_bytes: int) -> memoryview:
         if self._root is None:
             why = "Local paths are not allowed: send base64, or have the server started with --media-root"
             _refuse(media, f"{shorten(media.source)} is a path. {why}", "local_media_not_allowed")
@@ -269,7 +272,7 @@ class MediaLoader:
             why = (error.strerror if isinstance(error, OSError) else None) or "not a path"
             _refuse(media, f"{shorten(media.source)} cannot be read: {why}", "media_not_found", error)
 
-    def _read_regular(self, path: Path, media: MediaSource, max_bytes: int) -> bytes:
+    def _read_regular(self, path: Path, media: MediaSource, max_bytes: int) -> memoryview:
         # NONBLOCK: opening a pipe must not wait for a writer; NOFOLLOW: `path` is resolved, a link is a swap
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -282,7 +285,7 @@ class MediaLoader:
                 size += len(chunk)
                 if size > max_bytes:
                     self._too_large(media)
-            return b"".join(parts)  # releases Python's lock, unlike copying a bytearray
+            return large_arrays.join(parts)
 
     def _too_large(self, media: MediaSource) -> NoReturn:
         raise RequestError(

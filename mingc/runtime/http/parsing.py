@@ -116,7 +116,7 @@ class ParsedSpeech:
     delivery: Delivery = "whole"
 
 
-def parse_chat(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
+def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
     """Decode and check the body of a chat request.
 
     Raises:
@@ -150,7 +150,7 @@ def parse_chat(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions)
     return parsed
 
 
-def parse_speech(raw: bytes | bytearray, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
+def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
     """Decode and check the body of a speech request.
 
     Raises:

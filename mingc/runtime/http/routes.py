@@ -14,10 +14,13 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
+from mingc.runtime import large_arrays
 from mingc.runtime.http.audio_format import AudioSpec
 from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget, Charge
 from mingc.runtime.http.body_decoder import shorten
@@ -48,8 +51,8 @@ from mingc.runtime.request import (
 
 log = logging.getLogger("mingc.http")
 
+_EMPTY = memoryview(b"")
 _PARSED_INLINE = 64 * 1024  # bytes that are parsed faster than they are handed to a thread
-Body = bytes | bytearray
 Parsed = TypeVar("Parsed")
 
 
@@ -76,7 +79,9 @@ class ServerState:
         self.bodies = BodyBudget(self.options.max_total_body_bytes, self.metrics)
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="mingc-parse")
 
-    async def parse(self, parse: Callable[[Body, ServiceInfo, ServeOptions], Parsed], raw: Body) -> Parsed:
+    async def parse(
+        self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
+    ) -> Parsed:
         """Parse a body: a large one outside of the event loop."""
         info, options = self.service.info, self.options
         if len(raw) <= _PARSED_INLINE:
@@ -113,10 +118,10 @@ class RequestBody:
     """The body of a request and its charge. `take` drops the body, so that it is freed once it is parsed."""
 
     charge: Charge
-    raw: Body = b""
+    raw: memoryview = _EMPTY
 
-    def take(self) -> Body:
-        raw, self.raw = self.raw, b""
+    def take(self) -> memoryview:
+        raw, self.raw = self.raw, _EMPTY
         return raw
 
 
@@ -178,7 +183,9 @@ def public_error(error: Exception) -> MingcError:
     )
 
 
-async def read_body(request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge) -> bytearray:
+async def read_body(
+    request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
+) -> memoryview:
     """The whole body of a JSON request, charged once its first 64 KiB have arrived.
 
     Raises:
@@ -197,7 +204,8 @@ async def read_body(request: Request, options: ServeOptions, budget: BodyBudget,
     declared = int(header) if header.isdecimal() else 0
     _check_size(declared, options)
     budget.check(declared)
-    body = bytearray()
+    body = large_arrays.empty(declared or FREE_BYTES, np.uint8)
+    size = 0
     chunks = aiter(request.stream())
     try:
         async with asyncio.timeout(options.body_timeout_s) as whole, asyncio.timeout(None) as idle:
@@ -205,16 +213,25 @@ async def read_body(request: Request, options: ServeOptions, budget: BodyBudget,
                 idle.reschedule(asyncio.get_running_loop().time() + options.body_idle_timeout_s)
                 chunk = await anext(chunks, None)
                 if chunk is None:
-                    return body
-                size = len(body) + len(chunk)
+                    return body.data[:size]
+                start, size = size, size + len(chunk)
                 _check_size(size, options)
                 if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
                     charge.set(max(size, declared))
-                body += chunk
+                if size > len(body):
+                    body = await asyncio.to_thread(_grown, body, start, 2 * size)
+                body.data[start:size] = chunk
     except TimeoutError as error:
         late = f"The request body did not arrive within {options.body_timeout_s:g} s."
         stalled = f"Nothing of the request body arrived for {options.body_idle_timeout_s:g} s."
         raise RequestError(late if whole.expired() else stalled, status=408, code="body_timeout") from error
+
+
+def _grown(body: NDArray[np.uint8], size: int, capacity: int) -> NDArray[np.uint8]:
+    """The first `size` bytes in new memory of `capacity` bytes. Copied by NumPy, which gives Python's lock back."""
+    grown = large_arrays.empty(capacity, np.uint8)
+    np.copyto(grown[:size], body[:size])
+    return grown
 
 
 def _check_size(num_bytes: int, options: ServeOptions) -> None:

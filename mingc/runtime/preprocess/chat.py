@@ -55,7 +55,7 @@ class ChatProcessor:
         audio: AudioParameters | None,
         max_tokens: int | None = None,
         parse_special_tokens: bool = False,
-        decode: Callable[[MediaTask, bytes], Features] = run_task,
+        decode: Callable[[MediaTask, bytes | memoryview], Features] = run_task,
         max_media_bytes: int = DEFAULT_MEDIA_BYTES,
         cached_characters: int = 0,
     ) -> None:

@@ -57,7 +57,7 @@ class DecoderPool:
             for _ in range(0 if self._is_closed else count):
                 self._idle.append(self._new())
 
-    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
         """As `run_task`, in another process. The features have a `digest`.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
@@ -171,7 +171,7 @@ class _Decoder:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    def run(self, task: MediaTask, data: bytes) -> tuple[DecodedMedia | Exception, bool]:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[DecodedMedia | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
         send(self._socket, TaskHead(task=task, size=len(data)), data)
         digest = digest_of(task, data)  # while the process decodes

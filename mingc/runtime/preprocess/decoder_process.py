@@ -26,6 +26,7 @@ from PIL import Image
 
 from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
+from mingc.runtime import large_arrays
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import VisionFeatures
 from mingc.runtime.preprocess.limits import MIB
@@ -94,7 +95,7 @@ def receive_array(sock: socket.socket, dtype: str, shape: Sequence[int]) -> NDAr
 
     Its memory is not cleared first, which `bytearray` does while it keeps Python's lock: 30 ms for a video.
     """
-    array = np.empty(shape, np.dtype(dtype))
+    array = large_arrays.empty(shape, dtype)
     _receive_into(sock, array.reshape(-1).view(np.uint8).data)
     return array
 

@@ -11,6 +11,7 @@ from mingc.dtypes import torch_dtype
 from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner
+from mingc.runtime.service import host_tensors
 
 _Shapes = tuple[torch.Size, ...]
 
@@ -64,7 +65,8 @@ class EncoderGraph:
         Inputs of the graph are converted to the dtypes of the spec. Blocks until the device is done.
         """
         if self._stream is None:
-            return self._run({name: value.to(self._device) for name, value in inputs.items()})[:num_rows]
+            output = self._run({name: value.to(self._device) for name, value in inputs.items()})[:num_rows]
+            return host_tensors.copy(output)  # the last request to drop it may do so on the event loop
         with torch.cuda.stream(self._stream):
             runner = self._runners.get(_shapes(inputs))
             if runner is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mingc.errors import RequestError, ServeError
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.service import host_tensors
 from mingc.runtime.service.encoder_cache import EncoderCache
 
 _MAX_MEDIA = 32  # in one call
@@ -203,7 +204,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         if is_finite:
             # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
             # again.
-            embeddings = embeddings.clone()
+            embeddings = host_tensors.copy(embeddings)
             self._cache.put(job.key, embeddings)
         with self._lock:
             if job.futures and not is_finite:

@@ -23,6 +23,7 @@ from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.preprocess.audio import AudioFeatures
 from mingc.runtime.preprocess.image import Grid, VisionFeatures
 from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
+from mingc.runtime.service import host_tensors
 from mingc.runtime.service.encoder_graph import EncoderGraph
 
 # Largest calls that are captured on CUDA: 4,096 patches; 30 s of audio, or four clips of 8 s or sixteen of 2 s. Above
@@ -76,7 +77,7 @@ class VisionEncoder:
         """
         frames = [frame for feature in features for frame in _frames(feature)]
         calls = [self._run(group) for group in self._groups(frames)]
-        embeddings = torch.cat(calls) if len(calls) > 1 else calls[0]
+        embeddings = host_tensors.concatenate(calls) if len(calls) > 1 else calls[0]
         counts = list(map(self._num_tokens, features))
         return list(embeddings.tensor_split(np.cumsum(counts)[:-1].tolist()))
 

@@ -44,6 +44,7 @@ from mingc.runtime.request import (
     VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
+from mingc.runtime.service import host_tensors
 from mingc.runtime.service.encoder_cache import EncoderCache
 from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.media_ids import media_digests, media_ids
@@ -491,7 +492,13 @@ def _place(
     """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
     kinds = embed_kind[embed_kind > 0]
     first = next(iter(encoded.values()))[0]
-    embeds = torch.empty(len(kinds), first.shape[1], dtype=first.dtype, pin_memory=device.type == "cuda")
+    shape = (len(kinds), first.shape[1])
+    is_pinned = device.type == "cuda"  # torch keeps pinned memory for later requests
+    embeds = (
+        torch.empty(shape, dtype=first.dtype, pin_memory=True)
+        if is_pinned
+        else host_tensors.empty(shape, first.dtype)
+    )
     for kind, values in encoded.items():
         rows = np.flatnonzero(kinds == kind)
         start = 0
