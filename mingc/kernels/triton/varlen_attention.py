@@ -186,8 +186,10 @@ def _config(queries: int, *, has_rest: bool) -> _Config:
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if queries <= 512:
         return _Config(block_m=64, block_n=128, num_warps=4, num_stages=2)
-    if queries <= 1024:
+    if queries <= 1024 and has_rest:
         return _Config(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    if queries <= 1024:
+        return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if queries <= 2048:
         return _Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
     if queries <= _LONG or not has_rest:
