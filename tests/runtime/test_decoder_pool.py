@@ -210,6 +210,26 @@ def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: 
         pool.close()
 
 
+def test_a_process_that_is_ready_is_taken_before_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large media one after another: each ends its process, and the next would wait half a second for a new one."""
+    run, used = decoder_pool._Decoder.run, []
+
+    def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
+        used.append(self.pid)
+        return run(self, task, data)[0], False
+
+    monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_retire)
+    pool = DecoderPool()
+    try:
+        pool.start(3)
+        started = set(pool.pids)
+        for _ in started:
+            pool.run(IMAGE, png(noise_image(64, 64)))
+        assert set(used) == started
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("ends", ["retires", "crashes"])
 def test_a_process_that_cannot_be_replaced_takes_no_answer_with_it(
     ends: str, monkeypatch: pytest.MonkeyPatch

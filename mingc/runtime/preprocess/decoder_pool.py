@@ -57,7 +57,7 @@ class DecoderPool:
         """Start `count` more processes. One that is started when a medium needs it delays it by half a second."""
         with self._lock:
             for _ in range(0 if self._is_closed else count):
-                self._idle.append(self._new())
+                self._idle.insert(0, self._new())  # taken last: the others are ready
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
         """As `run_task`, in another process. The features have a `digest`.
