@@ -24,14 +24,17 @@ from numpy.typing import DTypeLike, NDArray
 LARGE_BYTES = 32 << 20
 _STEP_BYTES = 4 << 20  # returned at once: less than a millisecond
 _PAUSE_S = 0.0005  # between two steps: other threads get Python's lock
+_MAX_UNUSED = 4  # blocks that wait for the thread
 
 
 class _Block(mmap.mmap):
     """Private memory. When nothing refers to it any more, it goes to the thread that returns it to the system."""
 
     def __del__(self) -> None:
-        # A new reference: a finalizer may make one (PEP 442), and is not called again.
-        _unused.put(self)
+        # Threads that keep Python's lock can slow that thread down: memory that piles up would be worse than the pause.
+        if _unused.qsize() < _MAX_UNUSED:
+            # A new reference: a finalizer may make one (PEP 442), and is not called again.
+            _unused.put(self)
 
 
 _unused: queue.SimpleQueue[_Block] = queue.SimpleQueue()

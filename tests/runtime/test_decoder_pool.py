@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import resource
 import signal
@@ -205,6 +206,59 @@ def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: 
         monkeypatch.undo()
         pool.run(IMAGE, png(noise_image(64, 64)))
         assert pool.pids == [other]
+    finally:
+        pool.close()
+
+
+def test_a_process_that_is_ready_is_taken_before_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large media one after another: each ends its process, and the next would wait half a second for a new one."""
+    run, used = decoder_pool._Decoder.run, []
+
+    def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
+        used.append(self.pid)
+        return run(self, task, data)[0], False
+
+    monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_retire)
+    pool = DecoderPool()
+    try:
+        pool.start(3)
+        started = set(pool.pids)
+        for _ in started:
+            pool.run(IMAGE, png(noise_image(64, 64)))
+        assert set(used) == started
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("ends", ["retires", "crashes"])
+def test_a_process_that_cannot_be_replaced_takes_no_answer_with_it(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system without memory or process ids: the next medium tries again."""
+    run, data = decoder_pool._Decoder.run, png(noise_image(64, 64))
+
+    def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
+        if ends == "crashes":
+            os.kill(self.pid, signal.SIGSEGV)
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        return run(self, task, data)[0], False
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    pool = DecoderPool()
+    try:
+        pool.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(decoder_pool._Decoder, "run", run_and_retire)
+            patch.setattr(decoder_pool.subprocess, "Popen", refuse)
+            if ends == "crashes":
+                with pytest.raises(RequestError, match="by signal 11"):
+                    pool.run(IMAGE, data)
+            else:
+                pool.run(IMAGE, data)
+        assert pool.pids == []
+        assert np.array_equal(pool.run(IMAGE, data).patches, run_task(IMAGE, data).patches)
     finally:
         pool.close()
 

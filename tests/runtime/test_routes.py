@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from fake_service import FakeService
 from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.http.body_budget import BodyBudget
+from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
 from mingc.runtime.http.media import MediaLoader
 from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.http.options import ServeOptions
@@ -475,6 +477,36 @@ def test_bodies_are_read_whole_however_they_are_cut(sizes: list[int], is_declare
             return await read_body(request, ServeOptions(), budget, charge)
 
     assert asyncio.run(read()) == whole
+
+
+def test_a_declared_size_takes_no_memory_before_it_is_charged() -> None:
+    """256 clients that declare 100 MB and send 1 KB would reserve 25 GB, which a strict kernel does not have."""
+    declared = 100_000_000
+    found: list[tuple[float, int]] = []  # charge, address space
+    sent = [b"x" * 1000, b"x" * 1000, b"x" * FREE_BYTES, b""]
+    metrics = Metrics()
+
+    def note() -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        found.append((metrics.body_bytes._value.get(), used))
+
+    async def receive() -> Message:
+        note()
+        part = sent.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(sent)}
+
+    async def read() -> memoryview:
+        headers = [(b"content-length", str(declared).encode())]
+        with (budget := BodyBudget(1 << 30, metrics)).charge() as charge:
+            request = Request({"type": "http", "headers": headers}, receive)
+            note()
+            return await read_body(request, ServeOptions(), budget, charge)
+
+    assert asyncio.run(read()) == b"x" * (2000 + FREE_BYTES)
+    (_, before), _, _, (free, small), (charged, large) = found
+    assert (free, charged) == (0, declared - FREE_BYTES)
+    assert small - before < declared // 10
+    assert large - before > declared * 9 // 10
 
 
 @pytest.mark.parametrize(("pause_s", "is_late"), [(9.0, False), (11.0, True)])

@@ -204,7 +204,8 @@ async def read_body(
     declared = int(header) if header.isdecimal() else 0
     _check_size(declared, options)
     budget.check(declared)
-    body = large_arrays.empty(declared or FREE_BYTES, np.uint8)
+    # What is declared is not reserved before it is charged.
+    body = large_arrays.empty(min(declared or FREE_BYTES, FREE_BYTES), np.uint8)
     size = 0
     chunks = aiter(request.stream())
     try:
@@ -219,7 +220,11 @@ async def read_body(
                 if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
                     charge.set(max(size, declared))
                 if size > len(body):
-                    body = await asyncio.to_thread(_grown, body, start, 2 * size)
+                    capacity = max(declared, 2 * size)
+                    if start <= FREE_BYTES:  # copied faster than it is handed to a thread
+                        body = _grown(body, start, capacity)
+                    else:
+                        body = await asyncio.to_thread(_grown, body, start, capacity)
                 body.data[start:size] = chunk
     except TimeoutError as error:
         late = f"The request body did not arrive within {options.body_timeout_s:g} s."

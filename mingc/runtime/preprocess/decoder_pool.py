@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from mingc.runtime.preprocess.decoder_process import (
 from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
 from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, digest_of, with_digest
 
+log = logging.getLogger("mingc.preprocess")
 DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
 # One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
@@ -55,7 +57,7 @@ class DecoderPool:
         """Start `count` more processes. One that is started when a medium needs it delays it by half a second."""
         with self._lock:
             for _ in range(0 if self._is_closed else count):
-                self._idle.append(self._new())
+                self._idle.insert(0, self._new())  # taken last: the others are ready
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
         """As `run_task`, in another process. The features have a `digest`.
@@ -117,7 +119,10 @@ class DecoderPool:
     def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         """End a process, and start the one that the next medium will take."""
         self._drop(decoder, has_failed=has_failed)
-        self.start()
+        try:
+            self.start()
+        except OSError as error:  # the next medium tries again, and fails if there is still none
+            log.warning("a media decoder cannot be started: %s", error)
 
     def _drop(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         decoder.end(has_failed=has_failed)
@@ -143,7 +148,8 @@ class _Decoder:
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as ours:
+            ours.enter_context(self._socket)  # closed if the process cannot be started
             config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
             self._process = subprocess.Popen(
                 [
@@ -158,6 +164,7 @@ class _Decoder:
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **_ENVIRONMENT},
             )
+            ours.pop_all()
 
     @property
     def pid(self) -> int:
