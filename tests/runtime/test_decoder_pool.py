@@ -173,6 +173,17 @@ def test_a_crash_is_an_error_of_the_request() -> None:
         pool.close()
 
 
+def test_a_bug_of_the_decoder_is_no_fault_of_the_client() -> None:
+    """Python takes time to end after an error, in which the socket is closed already."""
+    pool = DecoderPool()
+    try:
+        with pytest.raises(WorkerError, match="exited with code 1"):
+            pool.run(dataclasses.replace(IMAGE, vision=None), png(noise_image(64, 64)))
+        pool.run(IMAGE, png(noise_image(64, 64)))
+    finally:
+        pool.close()
+
+
 def test_a_process_that_died_while_idle_is_replaced() -> None:
     pool = DecoderPool()
     try:
@@ -388,6 +399,17 @@ def test_an_error_of_the_process_is_raised_here_and_a_process_that_retires_is_en
     )
     assert decoder.ended == [False] * retires and (decoder in pool._idle) is not retires
     assert len(pool.pids) == retires, "another one takes its place"
+    pool.close()
+
+
+def test_a_process_whose_reply_cannot_be_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Answering({"arrays": []}, monkeypatch)  # "retire" is missing
+    pool = DecoderPool()
+    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    with pytest.raises(KeyError):
+        pool.run(IMAGE, b"data")
+    assert decoder.ended == [False] and decoder not in pool._idle
+    assert len(pool.pids) == 1, "another one takes its place"
     pool.close()
 
 

@@ -626,6 +626,19 @@ def test_embeddings_of_a_single_medium_are_not_copied_on_the_host() -> None:
     assert encoded(gpu, result) is first and copies == [(gpu, True)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings_of_several_media_are_placed_in_their_order_and_dtype(dtype: torch.dtype) -> None:
+    rows = torch.arange(15.0).view(5, 3).to(dtype)
+    kinds = np.array([WORD, VISION, AUDIO, AUDIO, WORD, VISION, VISION], np.int64)
+    futures: dict[int, list[Future[torch.Tensor]]] = {VISION: [Future(), Future()], AUDIO: [Future()]}
+    for future, tensor in zip(
+        [*futures[VISION], *futures[AUDIO]], [rows[:1], rows[3:], rows[1:3]], strict=True
+    ):
+        future.set_result(tensor)
+    placed = asyncio.run(_encoded(kinds, futures, torch.device("cpu")))
+    assert placed.dtype == dtype and torch.equal(placed, rows)
+
+
 def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = EncoderCache(10_000)
     service = make_service(talkers=2, encoder_cache=cache)

@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import random
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_service import FakeService
 from starlette.requests import Request
@@ -440,6 +442,19 @@ def test_a_body_of_exactly_the_limit_is_read() -> None:
         assert call(make_state(max_body_bytes=len(body)), Client(chunks=[body], headers=headers)) is None
         error = refused(make_state(max_body_bytes=len(body) - 1), Client(chunks=[body], headers=headers))
         assert isinstance(error, RequestError) and error.status == 413
+
+
+def test_a_body_is_freed_while_its_request_is_answered() -> None:
+    """100 MB of media would else be held for as long as the answer takes."""
+    memory = np.frombuffer(bytearray(b'{"a": 1}'), np.uint8)
+    is_held = weakref.ref(memory)
+    with BodyBudget(1 << 20, Metrics()).charge() as charge:
+        body = RequestBody(charge=charge, raw=memory.data)
+        del memory
+        taken = body.take()
+        assert taken == b'{"a": 1}'
+        del taken
+        assert is_held() is None and not body.take()
 
 
 class VirtualTime(asyncio.SelectorEventLoop):

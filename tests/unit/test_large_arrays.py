@@ -122,6 +122,13 @@ def test_memory_does_not_pile_up_while_its_thread_gets_no_turn(monkeypatch: pyte
         wait_until_unmapped(address)
 
 
+def test_the_memory_of_all_arrays_is_returned_by_one_thread() -> None:
+    arrays = [large_arrays.empty(LARGE, np.uint8)]
+    threads = set(threading.enumerate())
+    arrays += [large_arrays.empty(LARGE, np.uint8) for _ in range(3)]
+    assert set(threading.enumerate()) <= threads
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 100])
 def test_parts_are_joined_as_bytes_are(count: int) -> None:
     generator = np.random.default_rng(3)

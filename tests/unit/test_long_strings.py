@@ -137,6 +137,21 @@ def test_long_texts_are_decoded_up_to_a_limit() -> None:
         assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
 
 
+def test_media_do_not_count_towards_the_limit_of_texts() -> None:
+    import asyncio
+
+    text, data = "words " * 20_000, random.Random(6).randbytes(MAX_DECODED_BYTES)
+    parts = [
+        {"type": "text", "text": text},
+        {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}},
+    ]
+    raw = chat(parts)
+    (message,) = parse_chat(raw, INFO, ServeOptions()).messages
+    assert message.text == text and asyncio.run(load(raw)) == [data]
+    long = "x" * (MAX_DECODED_BYTES - 1000)
+    assert parse_chat(chat(long), INFO, ServeOptions()).messages[0].text == long
+
+
 def test_a_long_string_in_any_other_place_is_an_error_that_shows_its_beginning() -> None:
     long = "surprise" * LONG_BYTES
     for fields, param in (
