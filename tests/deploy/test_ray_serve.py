@@ -150,6 +150,7 @@ def application(proxy: str) -> Iterator[Application]:
     serve.delete("tiny")
 
 
+@pytest.mark.timeout(420)
 def test_the_http_contract_holds_unchanged(proxy: str) -> None:
     """The tests of the HTTP layer, in a process whose servers are the Serve application."""
     files = [f"tests/runtime/{name}" for name in _CONTRACT]

@@ -243,11 +243,8 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
 class InProcess(DecoderPool):
     """Decodes in this process: faster, and processes are tested elsewhere."""
 
-    num_started = 0
-
-    def start(self, count: int = 1) -> None:
-        """Only count what would be started."""
-        self.num_started += count
+    def start(self) -> None:
+        """Nothing to start."""
 
     def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
         return run_task(task, data)
@@ -289,9 +286,9 @@ def build(
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 
-        def make_pool(*, max_bytes: int, timeout_s: float) -> DecoderPool:
+        def make_pool(*, max_bytes: int, timeout_s: float, num_prepared: int) -> DecoderPool:
             found.decoding.append((max_bytes, timeout_s))
-            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s)
+            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s, num_prepared=num_prepared)
 
         patch.setattr(builder, "DecoderPool", make_pool)
         patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
@@ -523,7 +520,7 @@ def describe(
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
             decoders = built.service._chat.decoders if built.service._chat is not None else None
-            seen["decoder processes"] = decoders.num_started if isinstance(decoders, InProcess) else None
+            seen["decoder processes"] = decoders._num_prepared if isinstance(decoders, InProcess) else None
             seen.update(describe_chat(built.service, with_media=with_media))
             if with_speech:
                 seen.update(describe_speech(built.service))

@@ -95,25 +95,26 @@ def test_a_process_is_used_again(pool: DecoderPool) -> None:
     assert pool.pids == before
 
 
-def test_media_that_arrive_together_find_as_many_processes_as_were_started() -> None:
+def test_a_process_is_ready_before_a_second_medium_comes() -> None:
+    """Up to the number that a server uses at once."""
     data = png(noise_image(64, 64))
-    pool = DecoderPool(timeout_s=20)
+    pool = DecoderPool(timeout_s=20, num_prepared=2)
     try:
-        pool.start(3)
-        before = set(pool.pids)
-        assert len(before) == 3
-        for pid in before:
-            os.kill(pid, signal.SIGSTOP)
-        with ThreadPoolExecutor(3) as threads:
-            running = [threads.submit(pool.run, IMAGE, data) for _ in before]
+        pool.start()
+        pool.start()
+        (first,) = pool.pids
+        os.kill(first, signal.SIGSTOP)
+        with ThreadPoolExecutor(2) as threads:
+            waiting = threads.submit(pool.run, IMAGE, data)
             deadline = time.monotonic() + 20
-            while pool._idle and time.monotonic() < deadline:
+            while len(pool.pids) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            for pid in before:  # not before each medium has a process
-                os.kill(pid, signal.SIGCONT)
-            for each in running:
-                assert np.array_equal(each.result().patches, run_task(IMAGE, data).patches)
-        assert set(pool.pids) == before
+            both = set(pool.pids)
+            assert len(both) == 2
+            assert np.array_equal(pool.run(IMAGE, data).patches, run_task(IMAGE, data).patches)
+            os.kill(first, signal.SIGCONT)
+            assert np.array_equal(waiting.result().patches, run_task(IMAGE, data).patches)
+        assert set(pool.pids) == both, "no third"
     finally:
         pool.close()
 
@@ -217,26 +218,6 @@ def test_a_process_that_asks_to_be_replaced_gets_no_further_medium(monkeypatch: 
         monkeypatch.undo()
         pool.run(IMAGE, png(noise_image(64, 64)))
         assert pool.pids == [other]
-    finally:
-        pool.close()
-
-
-def test_a_process_that_is_ready_is_taken_before_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large media one after another: each ends its process, and the next would wait half a second for a new one."""
-    run, used = decoder_pool._Decoder.run, []
-
-    def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
-        used.append(self.pid)
-        return run(self, task, data)[0], False
-
-    monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_retire)
-    pool = DecoderPool()
-    try:
-        pool.start(3)
-        started = set(pool.pids)
-        for _ in started:
-            pool.run(IMAGE, png(noise_image(64, 64)))
-        assert set(used) == started
     finally:
         pool.close()
 

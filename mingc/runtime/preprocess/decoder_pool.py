@@ -42,22 +42,29 @@ _ENVIRONMENT = {
 class DecoderPool:
     """Decodes media in separate processes. May be used from several threads.
 
-    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium.
+    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. One is kept ready for the
+    next medium while there are fewer than `num_prepared`, as starting one takes half a second.
     """
 
-    def __init__(self, *, max_bytes: int = DEFAULT_MEDIA_BYTES, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int = DEFAULT_MEDIA_BYTES,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        num_prepared: int = 1,
+    ) -> None:
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._num_prepared = num_prepared
         self._idle: list[_Decoder] = []
         self._all: set[_Decoder] = set()
         self._is_closed = False
         self._lock = threading.Lock()
 
-    def start(self, count: int = 1) -> None:
-        """Start `count` more processes. One that is started when a medium needs it delays it by half a second."""
+    def start(self) -> None:
+        """Have a process ready for the next medium."""
         with self._lock:
-            for _ in range(0 if self._is_closed else count):
-                self._idle.insert(0, self._new())  # taken last: the others are ready
+            self._prepare()
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
         """As `run_task`, in another process. The features have a `digest`.
@@ -103,26 +110,35 @@ class DecoderPool:
         with self._lock:
             if self._is_closed:
                 raise CapacityError("the server is stopping", code="stopping")
-            while self._idle:
+            found = None
+            while self._idle and found is None:
                 decoder = self._idle.pop()
                 if decoder.is_alive:
-                    return decoder
-                decoder.end(has_failed=True)
-                self._all.discard(decoder)
-            return self._new()
+                    found = decoder
+                else:
+                    decoder.end(has_failed=True)
+                    self._all.discard(decoder)
+            found = found or self._new()
+            self._prepare()
+            return found
 
     def _new(self) -> _Decoder:
         decoder = _Decoder(self._max_bytes, self._timeout_s)
         self._all.add(decoder)
         return decoder
 
-    def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
-        """End a process, and start the one that the next medium will take."""
-        self._drop(decoder, has_failed=has_failed)
+    def _prepare(self) -> None:
+        """Start the process that the next medium will take, unless one is idle or enough are running."""
+        if self._is_closed or self._idle or len(self._all) >= self._num_prepared:
+            return
         try:
-            self.start()
+            self._idle.append(self._new())
         except OSError as error:  # the next medium tries again, and fails if there is still none
             log.warning("a media decoder cannot be started: %s", error)
+
+    def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
+        self._drop(decoder, has_failed=has_failed)
+        self.start()
 
     def _drop(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         decoder.end(has_failed=has_failed)

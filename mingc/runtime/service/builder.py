@@ -429,7 +429,11 @@ def _load_chat(
             scheduler.max_context,
             min(context, thinker.max_positions),
         )
-    decoders = DecoderPool(max_bytes=options.max_media_memory, timeout_s=options.media_decode_timeout_s)
+    decoders = DecoderPool(
+        max_bytes=options.max_media_memory,
+        timeout_s=options.media_decode_timeout_s,
+        num_prepared=options.num_preprocess_threads,
+    )
     processes.callback(decoders.close)
     parts = ChatPipeline(
         processor=create_chat_processor(
@@ -459,7 +463,7 @@ def _load_chat(
         ),
     )
     if vision is not None or audio is not None:
-        decoders.start(options.num_preprocess_threads)
+        decoders.start()
     return runner, parts
 
 
