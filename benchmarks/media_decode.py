@@ -375,9 +375,8 @@ def main() -> None:
     parser.add_argument("--clients", type=whole(1, 16), default=2, help="clients that send media at once")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     args = cpu_result.parse_args(parser)
-    if (
-        "OPENBLAS_NUM_THREADS" not in os.environ
-    ):  # one thread, as in a decoder process; read when numpy is loaded
+    if "OPENBLAS_NUM_THREADS" not in os.environ:
+        # One thread, as in a decoder process; numpy reads it when it is loaded.
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     found = media()
     load_before = os.getloadavg()

@@ -67,9 +67,8 @@ def _runner(engine: Engine, arguments: list[torch.Tensor], pool: GraphPool | Non
         return run
     try:
         return pool.capture(run, "trial")[0].replay
-    except (
-        RuntimeError
-    ):  # it synchronizes: a server runs it without a graph, too. Full memory is a WorkerError.
+    except RuntimeError:
+        # It synchronizes: a server runs it without a graph, too. Full memory is a WorkerError.
         return run
 
 

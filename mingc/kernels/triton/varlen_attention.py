@@ -10,8 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 _MIN_DOT = 16  # dims of the smallest product of tensor cores
-# Queries of the largest images. Their blocks are too large for the short frames of a video.
-_LONG = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,14 +184,15 @@ def _config(queries: int, *, has_rest: bool) -> _Config:
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if queries <= 512:
         return _Config(block_m=64, block_n=128, num_warps=4, num_stages=2)
-    if queries <= 1024 and has_rest:
-        return _Config(block_m=128, block_n=128, num_warps=8, num_stages=3)
     if queries <= 1024:
+        if has_rest:
+            return _Config(block_m=128, block_n=128, num_warps=8, num_stages=3)
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if queries <= 2048:
         return _Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    if queries <= _LONG or not has_rest:
+    if queries <= 8192 or not has_rest:
         return _Config(block_m=128, block_n=64, num_warps=4, num_stages=3)
+    # Large images. These blocks are too large for the short frames of a video, whose calls have at most 8,192 patches.
     return _Config(block_m=256, block_n=64, num_warps=16, num_stages=3, is_ahead=True)
 
 
