@@ -8,7 +8,6 @@ stored results, the table of kill rates in docs/testing.md and the tables of sta
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs" / "cli.md": cli_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
-        ROOT / "docs" / "testing.md": testing_page(),
         ROOT / "docs" / "backends.md": backends_page(),
     }
 
@@ -336,55 +334,6 @@ def _backend_rows() -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if name != "mingc")
     return [*lines, "", f"`benchmarks/results/{path.name}`: {versions}.", ""]
-
-
-def testing_page() -> str:
-    """docs/testing.md with its table of kill rates."""
-    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
-    start, end = text.index("<!-- kill rates"), text.index("<!-- /kill rates -->")
-    head = text[start : text.index("\n", start) + 1]
-    return text[:start] + head + "\n".join([*_kill_rates(), text[end:]])
-
-
-def _kill_rates() -> list[str]:
-    path = ROOT / "benchmarks" / "results" / "mutation.json"
-    if not path.exists():
-        return []
-    result = json.loads(path.read_text(encoding="utf-8"))
-    figures = result["figures"]
-    lines = [
-        "",
-        "| area | mutants | killed | by timeout | survived | not run | kill rate |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    total = {
-        "title": "**all**",
-        "mutants": sum(each["mutants"] for each in figures),
-        "killed": sum(each["killed"] for each in figures),
-        **{
-            name: [each for figure in figures for each in figure[name]]
-            for name in ("killed_by_timeout", "survived", "not_run")
-        },
-    }
-    for each in (*figures, total):
-        run = each["killed"] + len(each["survived"])
-        rate = f"{100 * each['killed'] / run:.0f} %" if run else "–"
-        counts = (len(each[name]) for name in ("killed_by_timeout", "survived", "not_run"))
-        cells = (each["title"], each["mutants"], each["killed"], *counts, rate)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += [
-        "",
-        f"`benchmarks/results/mutation.json`, {result['hardware']['cores']} cores; it records the commit of each "
-        "outcome, and the mutants that were not run since they were added or changed.",
-    ]
-    if total["survived"]:
-        lines += ["", "Survived: " + ", ".join(f"`{each}`" for each in total["survived"]) + "."]
-    lines += ["", "Equivalent to the original code, so not run:", ""]
-    for path in sorted((ROOT / "tests" / "mutants").glob("*.toml")):
-        for mutant in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", ()):
-            if "equivalent" in mutant:
-                lines.append(f"- `{mutant['id']}` (`{mutant['file']}`): {mutant['equivalent']}")
-    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 # A whole file name; one that begins with an ellipsis continues the name before it.
-NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-(?:h100|h200|cpu)[\w-]*|mutation|bundle-cpu)\.json")
+NAMES = re.compile(r"(?<![\w…-])(?:[a-z][\w-]*-(?:h100|h200|cpu)[\w-]*|bundle-cpu)\.json")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
@@ -32,12 +32,12 @@ def test_a_result_records_its_provenance(path: Path) -> None:
     assert result["versions"]["torch"]
     if "-cpu-" in path.stem:
         assert result["hardware"]["cpu"] and result["hardware"]["cores"] >= 1
-    elif path.stem not in ("mutation", "backends-cpu", "bundle-cpu"):  # on a CPU
+    elif path.stem not in ("backends-cpu", "bundle-cpu"):  # on a CPU
         assert result["hardware"]["gpu"] and result["hardware"]["count"] >= 1
         assert result["versions"]["cuda"]
     assert COMMIT.fullmatch(result["commit"] or ""), "no commit"
     # A command that can be run at that commit, not a description of a script that is gone.
-    assert (result["command"] or "").startswith(("python benchmarks/", "mingc ", "scripts/mutate ")), (
+    assert (result["command"] or "").startswith(("python benchmarks/", "mingc ")), (
         "no command"
     )
 
