@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from mingc.parent_watchdog import watch_pool_owner
+from mingc.host.parent_watchdog import watch_pool_owner
 
 _TIMEOUT_S = 300.0
 _T = TypeVar("_T")

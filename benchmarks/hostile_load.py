@@ -2,7 +2,7 @@
 """Attack a server of this script on the loopback and print what `/health`, running streams and the process felt.
 
 Phases: trickling connections, clients that do not read, half-sent bodies, whole bodies of 100 MB text; each is bounded
-in number and time. The server runs `mingc.runtime.http` over a fake service with paced streams, with the defaults of
+in number and time. The server runs `mingc.server.http` over a fake service with paced streams, with the defaults of
 `mingc serve`, in a process of its own; so do the probe of `/health` and the streams whose pace is measured.
 
     python benchmarks/hostile_load.py
@@ -40,10 +40,10 @@ _CHILD = f"""
 import asyncio, dataclasses, random, sys
 from fake_service import FakeService
 from mingc.runtime.request import TextDelta, TextPart
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve
 try:
-    from mingc.runtime.http.logs import configure_logging
+    from mingc.server.http.logs import configure_logging
     configure_logging("info", "text")
 except ImportError:  # an earlier server
     import logging

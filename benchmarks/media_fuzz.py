@@ -26,9 +26,9 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import MingcError, RequestError
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.limits import MIB
-from mingc.runtime.preprocess.media_task import MediaTask
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.limits import MIB
+from mingc.media.task import MediaTask
 from mingc.runtime.request import VideoParams
 
 _TIMEOUT_S = 60.0

@@ -27,24 +27,24 @@ from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, Visio
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
+from mingc.media.audio import AudioFeatures
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.image import VisionFeatures
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.encoders import host_tensors
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service import host_tensors
-from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.omni import ChatPipeline, OmniService
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve
 
 STEP_S = 0.02  # 50 tokens per second
 ROOT = Path(__file__).resolve().parent.parent

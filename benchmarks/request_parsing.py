@@ -108,8 +108,8 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
         has_image=True, has_video=True, has_audio_input=True, has_speech=True,
     )  # fmt: skip
     try:
-        from mingc.runtime.http.options import ServeOptions
-        from mingc.runtime.http.parsing import parse_chat
+        from mingc.server.http.options import ServeOptions
+        from mingc.server.http.parsing import parse_chat
     except ImportError:  # before msgspec: untyped JSON first, checked field by field
         config, protocol, fields = (
             importlib.import_module(f"mingc.runtime.{each}") for each in ("config", "protocol", "json_fields")

@@ -30,14 +30,14 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, load_voice
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
-from mingc.runtime.text.segment import speech_segments
+from mingc.text.segment import speech_segments
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.parameters import AudioParameters
+from mingc.runtime.encoders.graph import EncoderGraph
 from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
-from mingc.runtime.service.encoder_graph import EncoderGraph
 
 GRAPHS = {"talker": "step", "cfm": "sample", "audio_vae": "stream"}
 DEVICE = torch.device("cuda", 0)

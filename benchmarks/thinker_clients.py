@@ -16,10 +16,10 @@ from torch import Tensor
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop

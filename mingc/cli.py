@@ -529,16 +529,16 @@ def serve_command(
     from mingc.runtime.service.startup import StartupClock
 
     clock = StartupClock()
-    from mingc.runtime.http.options import ServeOptions
+    from mingc.server.http.options import ServeOptions
 
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
         from mingc.console.report import show
-        from mingc.runtime.http.api_keys import ApiKeys
-        from mingc.runtime.http.connections import connection_limit
-        from mingc.runtime.http.logs import configure_logging
-        from mingc.runtime.http.server import bind_socket, create_app, serve
         from mingc.runtime.service.builder import EngineOptions, open_service
+        from mingc.server.http.api_keys import ApiKeys
+        from mingc.server.http.connections import connection_limit
+        from mingc.server.http.logs import configure_logging
+        from mingc.server.http.server import bind_socket, create_app, serve
 
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"),

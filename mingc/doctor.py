@@ -23,10 +23,10 @@ from mingc.artifacts.manifest import StageRecord
 from mingc.artifacts.target import RTX_CAPABILITIES, Capability
 from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError, IncompatibleError
-from mingc.host import current_host, driver_version, gpu
-from mingc.onnx_library import INSTALL_CUDA, has_cuda_provider, is_installed
+from mingc.host.machine import current_host, driver_version, gpu
+from mingc.host.onnx_library import INSTALL_CUDA, has_cuda_provider, is_installed
+from mingc.host.tensorrt_library import RTX, find_library
 from mingc.runtime.engines.backends import ENGINES, unavailable
-from mingc.tensorrt_library import RTX, find_library
 
 State = Literal["ok", "missing", "problem"]
 

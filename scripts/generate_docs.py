@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and, from
-stored results, the table of kill rates in docs/testing.md and the tables of stages and graphs in docs/backends.md.
+stored results and the tables of stages and graphs in docs/backends.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -109,7 +109,7 @@ def _cell(text: str) -> str:
 
 def metrics_page() -> str:
     """Reference of all metrics of `GET /metrics`."""
-    from mingc.runtime.http.metrics import describe_metrics
+    from mingc.server.http.metrics import describe_metrics
 
     lines = [
         "# Metrics",

@@ -1,7 +1,7 @@
 """GPU table: one row per GPU, with its size, its peak rates, the kernels it runs and their configurations.
 
-The only module that knows a compute capability or a number of multiprocessors. `mingc.host` reads both from the driver
-and looks the row up. A GPU without a row runs on plain kernels: the torch reference of every operation.
+The only module that knows a compute capability or a number of multiprocessors. `mingc.host.machine` reads both from the
+driver and looks the row up. A GPU without a row runs on plain kernels: the torch reference of every operation.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mingc.artifacts.artifact import Artifact, check_fingerprint, fingerprint_pr
 from mingc.artifacts.manifest import Fingerprint, Manifest
 from mingc.artifacts.target import cuda_capability, is_rtx, rtx_capabilities
 from mingc.errors import ConfigError, IncompatibleError
-from mingc.host import Host
+from mingc.host.machine import Host
 
 OPTION = "--target"
 

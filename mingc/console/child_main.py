@@ -10,7 +10,7 @@ import os
 import signal
 
 from mingc.cli import main
-from mingc.parent_watchdog import watch_pipe
+from mingc.host.parent_watchdog import watch_pipe
 
 _STDIN = 0
 

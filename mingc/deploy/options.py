@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mingc.errors import ConfigError
-from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.service.builder import EngineOptions
+from mingc.server.http.options import ServeOptions
 
 WHERE = "arguments of mingc.deploy.ray:app"
 # Serve's proxy owns the connections, so these options of a server of our own would be ignored.

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, WorkerError
-from mingc.runtime.http.response_schemas import encode_json, error_body, sse
+from mingc.server.http.response_schemas import encode_json, error_body, sse
 
 _LOST = "The replica that served this request was lost."
 _BUSY = "All replicas are busy; try again later."

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from ray.serve.metrics import Counter, Gauge
 
-from mingc.runtime.http.metrics import Metrics
 from mingc.runtime.request import ServiceLoad
+from mingc.server.http.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 

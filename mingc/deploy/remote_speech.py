@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from mingc.errors import ServeError, WorkerError
+from mingc.prompts.speech_prompt import caption_instruction
 from mingc.runtime.noise import random_seed
-from mingc.runtime.preprocess.speech_prompt import caption_instruction
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -28,9 +28,9 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
-from mingc.runtime.text.live import LiveSegment, LiveSegmenter
-from mingc.runtime.text.segment import speech_segments
-from mingc.runtime.text.stream_filters import ThoughtFilter
+from mingc.text.live import LiveSegment, LiveSegmenter
+from mingc.text.segment import speech_segments
+from mingc.text.stream_filters import ThoughtFilter
 
 _TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
 _AHEAD = 2  # segments of one request in generation at a time: the one that is sent, and the next

@@ -26,13 +26,13 @@ from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
-from mingc.runtime.http.api_keys import ApiKeys
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.server import create_app
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.server.http.api_keys import ApiKeys
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.server import create_app
 
 log = logging.getLogger("mingc.deploy")
 

@@ -56,7 +56,7 @@ from mingc.export.stages import build_graph, discover, find
 from mingc.export.weights.files import weights_files, write_file
 from mingc.export.weights.loading import float32_module
 from mingc.export.weights.source import open_source
-from mingc.host import Host, current_host
+from mingc.host.machine import Host, current_host
 
 _KEPT_BYTES = 8 << 30  # of weights, up to which the eager model keeps its float32 modules in memory
 

@@ -24,7 +24,7 @@ import torch
 
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
-from mingc.parent_watchdog import watch_pool_owner
+from mingc.host.parent_watchdog import watch_pool_owner
 
 _T = TypeVar("_T")
 _END_S = 10.0  # a terminated process is gone at once, unless its disk or device hangs

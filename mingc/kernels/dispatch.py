@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.target import KernelFamily
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 
 _is_plain = False
 _MIN_HEAD_SIZE = 32  # tensor cores take at least 16 dims, and rotary embedding works on halves of a head

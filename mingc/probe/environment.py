@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import torch
 
 import mingc
-from mingc.host import driver_version, gpu
+from mingc.host.machine import driver_version, gpu
 from mingc.probe.report import Environment
 from mingc.probe.stopwatch import processor_name
 

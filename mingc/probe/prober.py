@@ -21,7 +21,7 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.artifacts.target_choice import with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError
-from mingc.host import current_host, gpu_target
+from mingc.host.machine import current_host, gpu_target
 from mingc.probe.baseline import Comparison, check_common, compare, differences
 from mingc.probe.cold_start import ColdStart, measure_cold_start
 from mingc.probe.environment import this_environment

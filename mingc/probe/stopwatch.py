@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mingc.host import gpu
+from mingc.host.machine import gpu
 from mingc.probe.report import CacheRate, PeakRates
 
 _WARM_UPS = 2

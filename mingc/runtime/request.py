@@ -1,6 +1,6 @@
 """Requests and events: plain data between the HTTP layer and the service, and the service's interface.
 
-Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.runtime.preprocess` decodes them.
+Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.media` decodes them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.dsp.log_mel import slaney_filters
-from mingc.dsp.resample import resample
+from mingc.media.dsp.log_mel import slaney_filters
+from mingc.media.dsp.resample import resample
 
 Wave = NDArray[np.floating]
 

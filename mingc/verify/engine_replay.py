@@ -10,7 +10,7 @@ import torch
 from mingc.artifacts.file_region import FileRegion
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.errors import ArtifactError
-from mingc.gather_shards import gather_shards
+from mingc.numerics.gather_shards import gather_shards
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.stage_loader import opened_weights
 

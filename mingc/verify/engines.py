@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact
 from mingc.dtypes import torch_dtype
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 _Parameters = TypeVar("_Parameters")
 

@@ -85,7 +85,7 @@ def verify(
     results: list[_Result] = []
     not_replayed: tuple[str, ...] = ()
     if replay:
-        from mingc.host import current_host
+        from mingc.host.machine import current_host
         from mingc.runtime.engines.choice import check_available, with_engines
 
         fits = explain_targets(artifact.manifest, current_host, target)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import open_artifact
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams, TextDelta
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService

@@ -18,11 +18,11 @@ from mixed_requests import picture
 from preprocess_data import config, talker_tokenizer, tokenizer
 from server_thread import run_server
 
-from mingc.runtime.http.logs import configure_logging
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.prompt import PreparedPrompt
-from mingc.runtime.preprocess.speech_prompt import SpeechPrompt, SpeechPromptBuilder
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder
 from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.server.http.logs import configure_logging
 
 # What a client may type to be taken for something else: name → text.
 INJECTIONS = {

@@ -24,7 +24,7 @@ from mingc_command import ENVIRONMENT
 from numpy.typing import NDArray
 from PIL import Image
 
-from mingc.runtime.preprocess.prompt import PreparedPrompt
+from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.request import Done, MediaPart, Message, SamplingParams, TextDelta, TextPart
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService

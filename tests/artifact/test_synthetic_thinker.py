@@ -13,8 +13,8 @@ from mingc_command import serving
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.export.assets.byte_tokenizer import word
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import load_stage, rank_weight_bytes
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

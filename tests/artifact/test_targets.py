@@ -21,7 +21,7 @@ from mingc.artifacts.target_choice import target_views
 from mingc.artifacts.tensorrt_engine import read_engine
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError
 from mingc.export.compile import schedule
-from mingc.host import Host, current_host
+from mingc.host.machine import Host, current_host
 from mingc.runtime.service.builder import EngineOptions, open_service
 
 STAND_IN = REPOSITORY / "tests" / "support" / "tensorrt_rtx_stand_in"

@@ -11,7 +11,7 @@ from artifact_defects import DEFECTS, Caught, Defect, defect_table, plant_defect
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import IntegrityError, MingcError
-from mingc.host import current_host
+from mingc.host.machine import current_host
 from mingc.runtime.service.builder import open_service
 from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog

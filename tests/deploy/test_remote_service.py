@@ -29,8 +29,8 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.runtime.text.live import LiveSegmenter
-from mingc.runtime.text.segment import speech_segments
+from mingc.text.live import LiveSegmenter
+from mingc.text.segment import speech_segments
 
 RATE = 100
 USAGE = Usage(prompt_tokens=3, completion_tokens=5)

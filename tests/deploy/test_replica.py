@@ -22,8 +22,6 @@ from mingc.deploy import ray_metrics, replica
 from mingc.deploy.options import DeployOptions
 from mingc.deploy.remote_speech import SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, ConfigError, RankError, RequestError, ServeError, WorkerError
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import (
     ChatRequest,
@@ -39,6 +37,8 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.builder import EngineOptions
 from mingc.runtime.service.omni import OmniService
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.options import ServeOptions
 
 
 class FailingService(FakeService):

@@ -16,7 +16,6 @@ from mingc_command import CACHE
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mingc.dsp.log_mel import log_mel
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
@@ -25,12 +24,13 @@ from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
 from mingc.export.weights.loading import check_weights, float32_module
+from mingc.media.audio import AudioFeatures
+from mingc.media.dsp.log_mel import log_mel
+from mingc.runtime.encoders import encoder as encoders
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.service import encoders
-from mingc.runtime.service.encoder_loop import EncoderLoop
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from mingc.export.checkpoint_writer import synthesize
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.weights.loading import check_weights
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import TextTokenizer
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights
-from mingc.gather_shards import gather_shards
+from mingc.numerics.gather_shards import gather_shards
 
 ALLOWED = 3e-2  # of a bfloat16 engine
 EXPERTS = 16

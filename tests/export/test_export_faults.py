@@ -78,7 +78,7 @@ def test_compilers_write_into_the_folder_of_their_export(tmp_path: Path) -> None
     words = "import os, sys, tempfile; from mingc.export.process_pool import start_worker; start_worker(sys.argv[1]);"
     words += "print(tempfile.gettempdir(), os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     # The script is no worker of a pool, so there is no owner to watch.
-    context = "import mingc.parent_watchdog as watchdog; watchdog.watch_pool_owner = lambda: None;"
+    context = "import mingc.host.parent_watchdog as watchdog; watchdog.watch_pool_owner = lambda: None;"
     done = subprocess.run(
         [sys.executable, "-c", context + words, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},

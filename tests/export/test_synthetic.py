@@ -17,7 +17,7 @@ from mingc.export.probe_recipe import probe_folder, synthetic_recipe
 from mingc.export.stage import TokenizerSource
 from mingc.export.stages import discover, find
 from mingc.export.weights.synthetic import open_synthetic
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.prompts.tokenizer import TextTokenizer
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 

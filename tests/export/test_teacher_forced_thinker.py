@@ -22,7 +22,7 @@ from mingc.export.layers.decoder import Decoder
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines

@@ -46,7 +46,7 @@ from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, write_weights
 from mingc.export.weights.source import open_source
-from mingc.host import Host
+from mingc.host.machine import Host
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
 from mingc.runtime.engines.base import Graph

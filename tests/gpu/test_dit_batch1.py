@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mingc.export.layers.dit import DitConfig
 from mingc.export.stages.cfm import Cfm, CfmConfig
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels import dit_batch1
 from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.engines.cuda_graphs import GraphPool

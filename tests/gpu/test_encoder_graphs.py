@@ -16,13 +16,13 @@ from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.export.compile.build import engine_sizes
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import VisionFeatures
+from mingc.runtime.encoders import encoder as encoders
+from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
+from mingc.runtime.encoders.graph import EncoderGraph
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.service import encoders
-from mingc.runtime.service.encoder_graph import EncoderGraph
-from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from mingc.export.compile.build import trace_graph
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module
+from mingc.host.onnx_library import has_cuda_provider
 from mingc.numerics.relative_error import relative_error
-from mingc.onnx_library import has_cuda_provider
 from mingc.runtime.engines.backends.onnx import load
 
 pytestmark = [

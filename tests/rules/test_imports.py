@@ -18,37 +18,34 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
-    "mingc.parent_watchdog": (),
     "mingc.defaults": (),
     "mingc.plugins": ("mingc.errors",),
-    "mingc.host": ("mingc.artifacts.target",),
+    # The machine and what it has: GPUs, libraries, memory, the parent process.
+    "mingc.host": (),
+    "mingc.host.machine": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
-    "mingc.onnx_library": (),
-    "mingc.tensorrt_library": (),
-    "mingc.gather_shards": ("mingc.artifacts",),
-    "mingc.numerics": (),  # error measure and tolerances that export and verify share
-    "mingc.dsp": ("mingc.errors",),
+    "mingc.numerics": ("mingc.artifacts",),  # error measure and tolerances that export and verify share
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
-    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host"),
+    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
     "mingc.console.signals": (),
     "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc.parent_watchdog", "mingc"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc.host", "mingc"),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
-    "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host", "mingc.kernels.chunk_layout"),
-    "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host"),
+    "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
+    "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     # Routers of steps whose experts a server counts, in plain torch.
     "mingc.kernels.rms_norm": (),
     "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
-    "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host"),
+    "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
     "mingc.kernels": (
         "mingc.kernels.dispatch",
         "mingc.kernels.rms_norm",
         "mingc.kernels.router",
         "mingc.artifacts.target",
-        "mingc.host",
+        "mingc.host.machine",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.triton",
         "mingc.kernels.cuda",
@@ -58,11 +55,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.defaults",
-        "mingc.dsp",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.gather_shards",
         "mingc.host",
+        "mingc.host.machine",
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
@@ -70,27 +66,36 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
+        "mingc.media.dsp",
         "mingc.numerics",
-        "mingc.parent_watchdog",
-        "mingc.onnx_library",
         "mingc.plugins",
-        "mingc.tensorrt_library",
     ),
-    # Inside the runtime, from what everything shares up to the HTTP server.
+    "mingc.text": ("mingc.errors",),
+    "mingc.media.dsp": ("mingc.errors",),
+    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.runtime"),
+    "mingc.prompts": ("mingc.artifacts", "mingc.errors", "mingc.media", "mingc.runtime"),
+    # Inside the runtime, from what everything shares up to the service.
     "mingc.runtime": ("mingc.errors",),
     "mingc.runtime.engines": (
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
+        "mingc.host.machine",
         "mingc.kernels.cuda",
-        "mingc.onnx_library",
         "mingc.plugins",
-        "mingc.tensorrt_library",
     ),
-    "mingc.runtime.distributed": ("mingc.errors", "mingc.host", "mingc.runtime.engines"),
-    "mingc.runtime.preprocess": ("mingc.artifacts", "mingc.dsp", "mingc.errors", "mingc.runtime"),
-    "mingc.runtime.text": ("mingc.errors",),
+    "mingc.runtime.distributed": ("mingc.errors", "mingc.host.machine", "mingc.runtime.engines"),
+    "mingc.runtime.encoders": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.media",
+        "mingc.prompts",
+        "mingc.runtime",
+        "mingc.runtime.engines",
+    ),
     "mingc.runtime.thinker": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -98,6 +103,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.rms_norm",
         "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
+        "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",
@@ -105,7 +111,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.runtime.thinker.ranks": (
         "mingc.artifacts",
         "mingc.errors",
-        "mingc.parent_watchdog",
+        "mingc.host",
         "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",
@@ -115,42 +121,45 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
-        "mingc.runtime.preprocess",
     ),
     "mingc.runtime.service": (
         "mingc.artifacts",
+        "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.artifacts.target",
-        "mingc.host",
+        "mingc.host.machine",
+        "mingc.media",
+        "mingc.prompts",
         "mingc.runtime",
+        "mingc.runtime.encoders",
         "mingc.runtime.engines",
-        "mingc.runtime.preprocess",
         "mingc.runtime.talker",
-        "mingc.runtime.text",
         "mingc.runtime.thinker",
         "mingc.runtime.thinker.ranks",
+        "mingc.text",
     ),
-    "mingc.runtime.http": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.runtime"),
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
     "mingc.verify": (
         "mingc.artifacts",
-        "mingc.dsp",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.gather_shards",
-        "mingc.host",
+        "mingc.host.machine",
+        "mingc.media",
+        "mingc.media.dsp",
         "mingc.numerics",
+        "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.distributed",
+        "mingc.runtime.encoders",
         "mingc.runtime.engines",
-        "mingc.runtime.preprocess",
         "mingc.runtime.service",
         "mingc.runtime.talker",
-        "mingc.runtime.text",
         "mingc.runtime.thinker",
         "mingc.runtime.thinker.ranks",
+        "mingc.text",
     ),
     "mingc.probe": (
         "mingc",
@@ -158,7 +167,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.host",
+        "mingc.host.machine",
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
@@ -167,20 +176,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.prompts",
         "mingc.runtime",
-        "mingc.runtime.http",
-        "mingc.runtime.preprocess",
         "mingc.runtime.service",
-        "mingc.runtime.text",
+        "mingc.server",
+        "mingc.text",
     ),
     "mingc.doctor": (
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.errors",
         "mingc.host",
-        "mingc.onnx_library",
+        "mingc.host.machine",
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
-        "mingc.tensorrt_library",
     ),
 }
 # Only the command line knows export, runtime, verify and probe together.
@@ -203,7 +211,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.runtime.preprocess.video", "mingc.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:
@@ -496,7 +504,7 @@ def test_artifacts_use_the_standard_library_only(name: str) -> None:
         assert top == "mingc" or top in sys.stdlib_module_names, f"line {line}: imports {module}"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.dsp")])
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.media.dsp")])
 def test_signal_processing_needs_numpy_only(name: str) -> None:
     for module, line in imported(MODULES[name]):
         top = module.split(".")[0]

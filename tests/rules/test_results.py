@@ -37,9 +37,7 @@ def test_a_result_records_its_provenance(path: Path) -> None:
         assert result["versions"]["cuda"]
     assert COMMIT.fullmatch(result["commit"] or ""), "no commit"
     # A command that can be run at that commit, not a description of a script that is gone.
-    assert (result["command"] or "").startswith(("python benchmarks/", "mingc ")), (
-        "no command"
-    )
+    assert (result["command"] or "").startswith(("python benchmarks/", "mingc ")), "no command"
 
 
 def test_every_result_is_cited() -> None:

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mingc import doctor, host
+from mingc import doctor
 from mingc.artifacts.target import TARGETS, lookup
+from mingc.host import machine as host
 from mingc.kernels import dispatch
 
 PACKAGE = Path(host.__file__).parent
@@ -170,8 +171,8 @@ def test_only_the_table_and_the_host_know_a_gpu() -> None:
         if path.suffix not in (".py", ".cu"):
             continue
         name, text = path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
-        if name != "host.py":
-            assert not READERS.search(text), f"{name} reads properties of a GPU: use mingc.host.gpu"
+        if name != "machine.py":
+            assert not READERS.search(text), f"{name} reads properties of a GPU: use mingc.host.machine.gpu"
         if name not in knowing:
             assert not LITERALS.search(text), (
                 f"{name} knows a GPU: put the number in mingc/artifacts/target.py"
@@ -195,7 +196,7 @@ def test_a_line_that_knows_a_gpu_is_found(line: str) -> None:
 
 
 def test_one_function_reads_device_properties() -> None:
-    text = (PACKAGE / "host.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "machine.py").read_text(encoding="utf-8")
     assert len(re.findall("get_device_properties|get_device_capability", text)) == 1
 
 

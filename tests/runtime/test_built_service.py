@@ -48,13 +48,13 @@ from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.errors import CapacityError, MingcError
-from mingc.host import Host
+from mingc.host.machine import Host
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, run_task
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,

@@ -15,9 +15,7 @@ from fake_omni import collect, make_service, run, speech_request
 from fake_service import FakeService
 from fake_thinker import make_thinker_loop
 
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.service import omni
 from mingc.runtime.thinker import loop as thinker_loop
@@ -25,6 +23,8 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve
 
 
 def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(

@@ -21,13 +21,13 @@ from hostile_media import edit_bomb, index_bomb, small_video
 from preprocess_data import audio_parameters, noise_image, png, vision_parameters, wav
 
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
-from mingc.runtime.preprocess import decoder_pool, decoder_process
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.decoder_process import TaskHead, receive, send
-from mingc.runtime.preprocess.limits import MIB, MediaLimits
-from mingc.runtime.preprocess.media_task import MediaTask, digest_of, run_task
-from mingc.runtime.preprocess.video import VideoFeatures
+from mingc.media import decoder_pool, decoder_process
+from mingc.media.audio import AudioFeatures
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.decoder_process import TaskHead, receive, send
+from mingc.media.limits import MIB, MediaLimits
+from mingc.media.task import MediaTask, digest_of, run_task
+from mingc.media.video import VideoFeatures
 from mingc.runtime.request import VideoParams
 
 WHERE = "messages[0].content[1]"

@@ -14,10 +14,10 @@ from fake_omni import make_service, slow_down
 from held_resources import service_resources, wait_until_equal
 from server_thread import run_server
 
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.routes import measured
 from mingc.runtime.request import Event, TextDelta
 from mingc.runtime.service.omni import OmniService
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.routes import measured
 
 _WAIT_S = 20.0
 MANY_STEPS = 60  # steps in which an abandoned request must be gone; those below take hundreds

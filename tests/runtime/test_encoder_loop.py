@@ -13,9 +13,9 @@ from held_resources import wait_until_equal
 from torch import Tensor
 
 from mingc.errors import RequestError, WorkerError
-from mingc.runtime.service import encoder_loop
-from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop, _is_finite
+from mingc.runtime.encoders import loop as encoder_loop
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.loop import EncoderLoop, _is_finite
 
 WAIT_S = 20.0
 WIDTH = 4

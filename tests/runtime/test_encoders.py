@@ -17,13 +17,13 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import VisionFeatures
+from mingc.runtime.encoders import graph as encoder_graph
+from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.engines import cuda_graphs
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.service import encoder_graph
-from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 
 PIXELS, MELS, PER_TOKEN = 3, 5, 4
 

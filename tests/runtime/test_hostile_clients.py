@@ -23,17 +23,17 @@ from fake_service import FakeService
 from server_thread import run_server
 
 from mingc.errors import CapacityError, ConfigError
-from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.runtime.http.connections import (
+from mingc.runtime.request import ServiceLoad
+from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
+from mingc.server.http.connections import (
     PROBE_CONNECTIONS,
     Acceptor,
     ConnectionTable,
     HttpConnection,
     connection_limit,
 )
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.request import ServiceLoad
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -42,9 +42,9 @@ CHILD = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from fake_service import FakeService
-from mingc.runtime.http.logs import configure_logging
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
+from mingc.server.http.logs import configure_logging
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve
 configure_logging("info", "text")
 serve(create_app(FakeService(), ServeOptions(port=0, drain_s=0)), announce=lambda url: print(url, flush=True))
 """
@@ -409,7 +409,7 @@ def closed_by(table: Any) -> dict[str, float]:
 
 
 def test_connections_beyond_the_limit_are_probes_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingc.runtime.http.connections.PROBE_CONNECTIONS", 2)
+    monkeypatch.setattr("mingc.server.http.connections.PROBE_CONNECTIONS", 2)
     closed: list[str] = []
 
     async def run() -> None:

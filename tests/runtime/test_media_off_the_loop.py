@@ -26,18 +26,18 @@ from fake_thinker import thinker_parameters
 from preprocess_data import audio_parameters, noise_image, png, tokenizer, vision_parameters
 from server_thread import run_server
 
-from mingc.runtime import large_arrays
-from mingc.runtime.http import long_strings, media, routes
-from mingc.runtime.http.messages import MediaSource
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.decoder_process import receive_array
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.media_task import DecodedMedia, MediaTask, run_task
+from mingc.host import large_arrays
+from mingc.media.decoder_process import receive_array
+from mingc.media.image import VisionFeatures
+from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.prompts.chat import ChatProcessor
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.service import omni
-from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.omni import OmniService
+from mingc.server.http import long_strings, media, routes
+from mingc.server.http.messages import MediaSource
+from mingc.server.http.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 60.0

@@ -15,12 +15,12 @@ from preprocess_data import audio_parameters, noise_image, png, tokenizer, visio
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.image import VisionFeatures, load_image
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.media.audio import AudioFeatures, load_audio
+from mingc.media.image import VisionFeatures, load_image
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
-from mingc.runtime.service.encoder_loop import EncoderLoop
 from mingc.runtime.service.omni import OmniService
 
 VISION, AUDIO = (

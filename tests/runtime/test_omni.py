@@ -23,13 +23,15 @@ from fake_thinker import PAGE, make_prompt
 from held_resources import loop_resources, service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.image import VisionFeatures
+from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
+from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
 from mingc.runtime import engine_thread
-from mingc.runtime.http.metrics import Metrics
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.encoder import VisionEncoder
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.noise import NoiseSource, PhiloxNoise
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.prompt import MediaFeatures, PreparedPrompt
-from mingc.runtime.prompt import AUDIO, VISION, WORD
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -43,13 +45,11 @@ from mingc.runtime.request import (
     TextDone,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
-from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
-from mingc.runtime.service.encoders import VisionEncoder
 from mingc.runtime.service.omni import OmniService, _encoded, _prepare
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.server.http.metrics import Metrics
 
 
 def text_of(events: list[Event]) -> str:

@@ -12,11 +12,11 @@ from fake_service import SPEECH_ONLY, FakeService
 from openapi_fuzz import fuzz
 from server_thread import run_server
 
-from mingc.runtime.http import openapi
-from mingc.runtime.http.openapi import openapi_document
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.request_schemas import ChatBody, SpeechBody
-from mingc.runtime.http.server import create_app
+from mingc.server.http import openapi
+from mingc.server.http.openapi import openapi_document
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.request_schemas import ChatBody, SpeechBody
+from mingc.server.http.server import create_app
 
 CHAT = "/v1/chat/completions"
 

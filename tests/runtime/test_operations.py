@@ -26,12 +26,12 @@ from server_process import child
 from server_thread import run_server
 
 from mingc.errors import ConfigError
-from mingc.runtime.http.api_keys import ApiKeys
-from mingc.runtime.http.logs import REQUEST_ID, RepetitionLimit, configure_logging
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app
 from mingc.runtime.request import AudioDelta, ServiceLoad, TextDelta
+from mingc.server.http.api_keys import ApiKeys
+from mingc.server.http.logs import REQUEST_ID, RepetitionLimit, configure_logging
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -225,7 +225,7 @@ def test_a_key_is_checked_before_the_body_is_read(tmp_path: Path) -> None:
 def test_keys_of_the_file_are_reread_and_a_broken_file_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.runtime.http.api_keys._CHECK_S", 0.0)
+    monkeypatch.setattr("mingc.server.http.api_keys._CHECK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("old\n")
     keys = ApiKeys(file, {"MINGC_API_KEYS": "fixed, other"})
@@ -385,7 +385,7 @@ def test_repeated_lines_are_dropped_and_counted(
     stream = io.StringIO()
     configure_logging("warning", "text", stream)
     now = 0.0
-    monkeypatch.setattr("mingc.runtime.http.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("mingc.server.http.logs.time.monotonic", lambda: now)
     http = logging.getLogger("mingc.http")
     for index in range(1000):
         http.warning("line %d", index)
@@ -448,7 +448,7 @@ def test_latencies_are_those_to_the_first_and_between_neighbouring_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = iter([0.0, 1.0, 3.0, 3.5, 6.0, 10.0])  # the request, then each event
-    monkeypatch.setattr("mingc.runtime.http.metrics.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("mingc.server.http.metrics.time.monotonic", lambda: next(times))
     metrics = Metrics()
     timer = metrics.latency_timer()
     audio = AudioDelta(samples=np.zeros(1, np.float32))
@@ -480,7 +480,7 @@ def test_only_a_loopback_address_needs_no_key(
 
 def test_kinds_of_lines_are_forgotten_when_there_are_very_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that are formatted by their author must not fill the memory."""
-    monkeypatch.setattr("mingc.runtime.http.logs.time.monotonic", lambda: 5.0)
+    monkeypatch.setattr("mingc.server.http.logs.time.monotonic", lambda: 5.0)
     limit = RepetitionLimit()
 
     def passes(message: str) -> bool:
@@ -497,7 +497,7 @@ def test_the_file_of_keys_is_looked_at_every_few_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("mingc.runtime.http.api_keys.time.monotonic", lambda: now)
+    monkeypatch.setattr("mingc.server.http.api_keys.time.monotonic", lambda: now)
     file = tmp_path / "keys"
     file.write_text("one\n")
     keys = ApiKeys(file, {})

@@ -21,13 +21,13 @@ from openai.types.chat import (
 from openai.types.chat import chat_completion_content_part_image_param as image_param
 
 from mingc.errors import RequestError
-from mingc.runtime.http.body_decoder import MAX_COMMAS
-from mingc.runtime.http.messages import MediaSource
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
-from mingc.runtime.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
-from mingc.runtime.http.response_schemas import error_body
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
+from mingc.server.http.body_decoder import MAX_COMMAS
+from mingc.server.http.messages import MediaSource
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
+from mingc.server.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
+from mingc.server.http.response_schemas import error_body
 
 OPTIONS = ServeOptions()
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -18,7 +18,7 @@ from hand_run import run_until_idle
 from held_resources import check_all_is_free
 
 from mingc.errors import WorkerError
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop

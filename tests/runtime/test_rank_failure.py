@@ -12,9 +12,9 @@ import torch
 from fake_service import FakeService
 
 from mingc.errors import RankError, ServeError
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve_async
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve_async
 
 _CPU = torch.device("cpu")
 _EXIT = """

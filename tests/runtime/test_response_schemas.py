@@ -9,7 +9,8 @@ import time
 import pytest
 
 from mingc.errors import CapacityError, ConfigError, MingcError, RequestError, WorkerError
-from mingc.runtime.http.response_schemas import (
+from mingc.runtime.request import Done, ServiceInfo, Usage
+from mingc.server.http.response_schemas import (
     ChatResponseBuilder,
     Json,
     error_body,
@@ -20,7 +21,6 @@ from mingc.runtime.http.response_schemas import (
     sse,
     voices_list,
 )
-from mingc.runtime.request import Done, ServiceInfo, Usage
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, audio_patches=0, audio_seconds=0.0)
 DONE = Done(finish_reason="stop", usage=USAGE, timings_ms={})

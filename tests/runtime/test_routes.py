@@ -18,21 +18,6 @@ from fake_service import FakeService
 from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.runtime.http.media import MediaLoader
-from mingc.runtime.http.metrics import Metrics
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.routes import (
-    GenerationRoute,
-    Handler,
-    RequestBody,
-    ServerState,
-    handle_chat,
-    handle_speech,
-    read_body,
-)
-from mingc.runtime.http.server import create_app
-from mingc.runtime.http.streaming import ResponseWriter
 from mingc.runtime.request import (
     ChatRequest,
     SamplingParams,
@@ -43,6 +28,21 @@ from mingc.runtime.request import (
     VideoParams,
 )
 from mingc.runtime.request import Message as RequestMessage
+from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
+from mingc.server.http.media import MediaLoader
+from mingc.server.http.metrics import Metrics
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.routes import (
+    GenerationRoute,
+    Handler,
+    RequestBody,
+    ServerState,
+    handle_chat,
+    handle_speech,
+    read_body,
+)
+from mingc.server.http.server import create_app
+from mingc.server.http.streaming import ResponseWriter
 
 CHAT = "/v1/chat/completions"
 _END_S = 20.0

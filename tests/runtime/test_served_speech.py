@@ -25,11 +25,11 @@ from safetensors.numpy import load_file
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.numerics.relative_error import relative_error
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.request_stream import PatchItem
 from mingc.runtime.service.omni import OmniService, SpeechPipeline

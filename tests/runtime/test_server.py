@@ -26,9 +26,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.runtime.http.metrics import Metrics, RequestCounter, describe_metrics
-from mingc.runtime.http.options import ServeOptions
 from mingc.runtime.request import MemoryUse, ServiceLoad
+from mingc.server.http.metrics import Metrics, RequestCounter, describe_metrics
+from mingc.server.http.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"

@@ -18,8 +18,8 @@ from server_process import child
 from server_thread import run_server
 
 from mingc.errors import ConfigError, RankError
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import base_url, bind_socket, create_app, serve, serve_async
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import base_url, bind_socket, create_app, serve, serve_async
 
 CHAT = "/v1/chat/completions"
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from starlette.types import Message
 
 from mingc.errors import WorkerError
-from mingc.runtime.http.audio_format import AudioFormat, AudioSpec
-from mingc.runtime.http.response_schemas import ChatResponseBuilder
-from mingc.runtime.http.streaming import (
+from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
+from mingc.server.http.audio_format import AudioFormat, AudioSpec
+from mingc.server.http.response_schemas import ChatResponseBuilder
+from mingc.server.http.streaming import (
     ResponseWriter,
     write_chat,
     write_chat_stream,
@@ -27,7 +28,6 @@ from mingc.runtime.http.streaming import (
     write_speech_events,
     write_speech_stream,
 )
-from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
 
 RATE = 24000
 LENGTHS = (5000, 4000, 3001)  # neither a patch nor the whole is a multiple of FLAC's block of 4,096

@@ -21,8 +21,8 @@ from hand_run import run_step, run_until_idle
 from held_resources import thinker_resources, wait_until_equal
 
 from mingc.errors import CapacityError, RequestError, ServeError
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
 from mingc.runtime.thinker.loop import ThinkerLoop

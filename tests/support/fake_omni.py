@@ -23,9 +23,9 @@ from fake_talker import (
 from fake_thinker import make_thinker_loop, thinker_parameters
 from held_resources import loop_resources, wait_until_equal
 
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import (
     ChatRequest,
     Event,

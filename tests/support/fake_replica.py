@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.replica import BehindProxy, ModelReplica
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app
 from mingc.runtime.request import Service, ServiceInfo
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app
 
 
 class FakeReplica(ModelReplica):

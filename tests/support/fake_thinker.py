@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.artifacts.spec import DType
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ThinkerScheduler

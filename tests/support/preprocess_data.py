@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.prompts.tokenizer import TextTokenizer
 
 DATA = Path(__file__).parent.parent / "data"
 CHECKPOINT = DATA / "tiny-ming"

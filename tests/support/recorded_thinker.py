@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
+from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
 
 THINKER = load_file(Path(__file__).parents[1] / "data" / "thinker.safetensors")
 CASES = ("text", "image", "audio", "mixed", "video")

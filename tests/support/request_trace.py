@@ -45,7 +45,7 @@ class FileTrace:
 
 
 def trace_spoken_chat(artifact: Path) -> list[str]:
-    """Paths such as `mingc/runtime/http/routes.py`, first entered first, of one streamed chat with speech."""
+    """Paths such as `mingc/server/http/routes.py`, first entered first, of one streamed chat with speech."""
     trace = FileTrace()
     trace.install()
     try:

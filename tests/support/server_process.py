@@ -15,8 +15,8 @@ CHILD = """
 import os, sys
 from mingc.console import signals
 from fake_service import FakeService
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve
 
 class Slow:
     def __del__(self):

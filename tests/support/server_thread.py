@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.server import create_app, serve_async
 from mingc.runtime.request import Service
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.server import create_app, serve_async
 
 
 @contextmanager

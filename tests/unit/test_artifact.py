@@ -37,7 +37,7 @@ from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import KernelConfig
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
-from mingc.host import Host
+from mingc.host.machine import Host
 from mingc.runtime.talker.planner import load_voice
 
 

@@ -14,7 +14,7 @@ import soundfile
 from preprocess_data import audio_parameters, tensors, wav
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import Wave, decode_audio, load_audio, wave_features
+from mingc.media.audio import Wave, decode_audio, load_audio, wave_features
 
 WHERE = "messages[0].content[0]"
 
@@ -146,8 +146,6 @@ def test_sample_rates_above_the_limit_are_refused() -> None:
 
 
 def test_importing_loads_no_decoder() -> None:
-    code = (
-        "import sys, mingc.runtime.preprocess.audio; print({'av', 'soundfile'} & set(sys.modules) or 'none')"
-    )
+    code = "import sys, mingc.media.audio; print({'av', 'soundfile'} & set(sys.modules) or 'none')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "none"

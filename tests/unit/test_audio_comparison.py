@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from mingc.dsp.resample import resample
+from mingc.media.dsp.resample import resample
 from mingc.verify.audio_comparison import LIMITS, compare_audio, mel_distance_db
 from mingc.verify.comparison_log import ComparisonLog
 

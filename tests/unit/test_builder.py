@@ -29,9 +29,9 @@ from mingc.errors import (
     RankError,
     ServeError,
 )
-from mingc.host import Host
+from mingc.host.machine import Host
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import (
     EngineOptions,

@@ -21,15 +21,15 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.audio import AudioFeatures, load_audio
-from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
-from mingc.runtime.preprocess.image import load_image
-from mingc.runtime.preprocess.limits import MediaLimits
-from mingc.runtime.preprocess.media_task import MediaTask, run_task
-from mingc.runtime.preprocess.prompt import Features, MediaFeatures
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import DecodedFrames, sample_video
-from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
+from mingc.media.audio import AudioFeatures, load_audio
+from mingc.media.image import load_image
+from mingc.media.limits import MediaLimits
+from mingc.media.task import MediaTask, run_task
+from mingc.media.video import DecodedFrames, sample_video
+from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.prompt_writer import Features, MediaFeatures
+from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import MediaPart, Message, Role, TextPart, VideoParams
 
 CASES = document("preprocess")["processor_template"]

@@ -35,9 +35,9 @@ from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
 from mingc.plan import Load
 from mingc.probe import baseline, engine_trial, prober
-from mingc.runtime.http import logs, server
 from mingc.runtime.service import builder
 from mingc.runtime.service.builder import EngineOptions
+from mingc.server.http import logs, server
 from mingc.verify import engine_replay, verification
 from mingc.verify.served import record
 from mingc.verify.served import verification as served_verification
@@ -286,7 +286,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(number: signal.Signals) 
 _POOL = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from mingc.parent_watchdog import watch_pool_owner
+from mingc.host.parent_watchdog import watch_pool_owner
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")

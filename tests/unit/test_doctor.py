@@ -17,9 +17,10 @@ import pytest
 import torch
 from manifest_edit import edit_manifest
 
-from mingc import doctor, host
+from mingc import doctor
 from mingc.doctor import Check, DoctorReport, examine, peer_check
-from mingc.host import Gpu, Host
+from mingc.host import machine as host
+from mingc.host.machine import Gpu, Host
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

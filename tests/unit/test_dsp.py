@@ -7,9 +7,9 @@ import pytest
 import soundfile
 from preprocess_data import CHECKPOINT, config, tensors
 
-from mingc.dsp.fbank import kaldi_fbank
-from mingc.dsp.log_mel import log_mel, min_samples, slaney_filters
-from mingc.dsp.resample import resample, resampled_length
+from mingc.media.dsp.fbank import kaldi_fbank
+from mingc.media.dsp.log_mel import log_mel, min_samples, slaney_filters
+from mingc.media.dsp.resample import resample, resampled_length
 
 MEL = {"sample_rate": 16000, "num_mels": 128, "fft_size": 400, "hop_samples": 160}
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from manifest_edit import edit_manifest
 
-from mingc import doctor, onnx_library
+from mingc import doctor
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.engine_choice import (
     backend_views,
@@ -35,7 +35,8 @@ from mingc.artifacts.manifest import (
     parse_manifest,
 )
 from mingc.errors import ArtifactError, ConfigError, ManifestError
-from mingc.host import Host
+from mingc.host import onnx_library
+from mingc.host.machine import Host
 from mingc.runtime.engines import backends as loaders
 from mingc.runtime.engines import choice
 from mingc.runtime.engines.choice import with_engines

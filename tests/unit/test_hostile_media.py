@@ -25,13 +25,13 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess import audio as audio_module
-from mingc.runtime.preprocess import video as video_module
-from mingc.runtime.preprocess.audio import decode_audio, load_audio
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.image import decode_image, load_image
-from mingc.runtime.preprocess.limits import MIB, MediaLimits
-from mingc.runtime.preprocess.video import load_video
+from mingc.media import audio as audio_module
+from mingc.media import video as video_module
+from mingc.media.audio import decode_audio, load_audio
+from mingc.media.image import decode_image, load_image
+from mingc.media.limits import MIB, MediaLimits
+from mingc.media.video import load_video
+from mingc.prompts.chat import ChatProcessor
 from mingc.runtime.request import MediaPart, Message, VideoParams
 
 WHERE = "messages[0].content[0]"

@@ -13,7 +13,7 @@ from preprocess_data import CHECKPOINT, config, document, noise_image, png, tens
 from safetensors import safe_open
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.image import (
+from mingc.media.image import (
     check_grid,
     decode_image,
     encoder_size,
@@ -24,8 +24,8 @@ from mingc.runtime.preprocess.image import (
     resize_for_encoder,
     resize_loaded,
 )
-from mingc.runtime.preprocess.limits import MediaLimits
-from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
+from mingc.media.limits import MediaLimits
+from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 
 # The limit of this image was not recorded; any value from 5586 to 6758 gives its size.
 MAX_PIXELS = {"img.max_pixels": 6000}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mingc.runtime import large_arrays
-from mingc.runtime.service import host_tensors
+from mingc.host import large_arrays
+from mingc.runtime.encoders import host_tensors
 
 LARGE = 5 << 20
 WAIT_S = 60.0

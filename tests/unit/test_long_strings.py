@@ -13,9 +13,10 @@ import pytest
 from fake_service import INFO
 
 from mingc.errors import RequestError
-from mingc.runtime.http import body_decoder, long_strings
-from mingc.runtime.http.body_decoder import MAX_DECODED_BYTES
-from mingc.runtime.http.long_strings import (
+from mingc.runtime.request import MediaPart
+from mingc.server.http import body_decoder, long_strings
+from mingc.server.http.body_decoder import MAX_DECODED_BYTES
+from mingc.server.http.long_strings import (
     LONG_BYTES,
     TooManyBytesError,
     TooManyStringsError,
@@ -23,10 +24,9 @@ from mingc.runtime.http.long_strings import (
     cut_long_strings,
     decode_base64,
 )
-from mingc.runtime.http.media import MediaLoader
-from mingc.runtime.http.options import ServeOptions
-from mingc.runtime.http.parsing import parse_chat, parse_speech
-from mingc.runtime.request import MediaPart
+from mingc.server.http.media import MediaLoader
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.parsing import parse_chat, parse_speech
 
 
 @pytest.fixture(params=[7, 64, 1 << 20])

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from preprocess_data import audio_parameters, vision_parameters
 
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.limits import MediaLimits
-from mingc.runtime.preprocess.media_task import MediaTask, digest_of, with_digest
-from mingc.runtime.preprocess.prompt import MediaFeatures
-from mingc.runtime.preprocess.video import VideoFeatures
-from mingc.runtime.prompt import AUDIO, VISION, WORD
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import VisionFeatures
+from mingc.media.limits import MediaLimits
+from mingc.media.task import MediaTask, digest_of, with_digest
+from mingc.media.video import VideoFeatures
+from mingc.prompts.prompt_writer import MediaFeatures
+from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
+from mingc.runtime.encoders.media_ids import content_digest, media_digests, media_ids
 from mingc.runtime.request import VideoParams
-from mingc.runtime.service.media_ids import content_digest, media_digests, media_ids
 
 RANDOM = np.random.default_rng(0)
 IMAGE = VisionFeatures(

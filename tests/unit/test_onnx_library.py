@@ -13,9 +13,9 @@ import pytest
 import torch
 from fake_engines import FunctionEngine
 
-from mingc import onnx_library
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.compile.backends import onnx as onnx_backend
+from mingc.host import onnx_library
 from mingc.probe import engine_trial
 from mingc.runtime.engines.backends import onnx as loader
 from mingc.runtime.engines.base import Graph

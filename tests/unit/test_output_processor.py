@@ -16,8 +16,8 @@ from preprocess_data import tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from mingc.errors import WorkerError
+from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise
-from mingc.runtime.preprocess.tokenizer import Detokenizer
 from mingc.runtime.request import (
     AudioDelta,
     Done,
@@ -39,8 +39,8 @@ from mingc.runtime.service.output_processor import (
 )
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.text.live import LiveSegmenter
-from mingc.runtime.text.segment import iter_speech_segments
+from mingc.text.live import LiveSegmenter
+from mingc.text.segment import iter_speech_segments
 
 
 def test_a_moment_is_that_of_its_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:

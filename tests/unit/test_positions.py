@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
+from mingc.prompts.positions import VisionSpan, compute_positions
 
 
 def rows(num_tokens: int, *spans: tuple[int, tuple[int, int, int]]) -> tuple[list[list[int]], int]:

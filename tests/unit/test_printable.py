@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from mingc.runtime.http.logs import JsonFormatter, TextFormatter
-from mingc.runtime.http.printable import printable
+from mingc.server.http.logs import JsonFormatter, TextFormatter
+from mingc.server.http.printable import printable
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from preprocess_data import config, document, talker_tokenizer, tensors
 
 from mingc.errors import RequestError
-from mingc.runtime.preprocess.speech_prompt import SpeechPrompt, SpeechPromptBuilder, caption_instruction
+from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder, caption_instruction
 
 CASES = {name: case for name, case in document("talker").items() if "text" in case}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingc.runtime.text.stream_filters import StopStrings, ThoughtFilter
+from mingc.text.stream_filters import StopStrings, ThoughtFilter
 
 THOUGHT_CASES = [
     ("Good morning.", "Good morning."),

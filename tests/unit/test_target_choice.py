@@ -23,7 +23,7 @@ from mingc.artifacts.target_choice import (
 from mingc.errors import ConfigError, IncompatibleError, ManifestError
 from mingc.export import pipeline
 from mingc.export.compile.build import GraphResult
-from mingc.host import Host
+from mingc.host.machine import Host
 
 HostOf = Callable[[str], Host]
 

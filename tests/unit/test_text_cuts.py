@@ -12,8 +12,8 @@ from preprocess_data import CHECKPOINT
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from mingc.export.assets.byte_tokenizer import byte_tokenizer, word
-from mingc.runtime.preprocess.text_cuts import blocks, find_cut_pattern
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.prompts.text_cuts import blocks, find_cut_pattern
+from mingc.prompts.tokenizer import TextTokenizer
 
 FILES = {"thinker": CHECKPOINT / "tokenizer.json", "talker": CHECKPOINT / "talker/llm/tokenizer.json"}
 WORDS = [f" {word(number)}" for number in range(300, 340)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.replays.thinker.batches import (
     BatchRun,

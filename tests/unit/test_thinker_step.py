@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.thinker.step import chunk_embeds, padded, padded_sampling
 
 WIDTH = 3

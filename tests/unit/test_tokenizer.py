@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from mingc.errors import IntegrityError
-from mingc.runtime.preprocess.tokenizer import CachedEncoder, TextTokenizer
+from mingc.prompts.tokenizer import CachedEncoder, TextTokenizer
 
 CASES = document("preprocess")["tokenizer"]
 

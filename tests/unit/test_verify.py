@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
-from mingc import host
 from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, QuantizationError
 from mingc.artifacts.spec import TensorSpec
 from mingc.cli import commands, main
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
-from mingc.host import Host
+from mingc.host import machine as host
+from mingc.host.machine import Host
 from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document

@@ -13,7 +13,7 @@ import pytest
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, Manifest, Parity, TargetRecord
 from mingc.errors import ArtifactError, ConfigError
-from mingc.host import Host
+from mingc.host.machine import Host
 from mingc.runtime.engines import choice
 from mingc.verify import self_check, verification
 from mingc.verify.comparison import Comparison, FileSummary, Outcome
@@ -81,7 +81,7 @@ def calls(two_backends: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def host(device: str) -> Host:
         return Host(torch="2.13.0", device="cpu", capability="AVX2")
 
-    monkeypatch.setattr("mingc.host.current_host", host)
+    monkeypatch.setattr("mingc.host.machine.current_host", host)
     monkeypatch.setattr(verification, "open_artifact", lambda path: artifact)
     monkeypatch.setattr(verification, "check_hashes", lambda given: noted.append("hashed"))
     monkeypatch.setattr(verification, "_self_check", checked)

@@ -17,9 +17,9 @@ import pytest
 from preprocess_data import document, noise_image, tensors, vision_parameters
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.preprocess import video as video_module
-from mingc.runtime.preprocess.limits import MediaLimits
-from mingc.runtime.preprocess.video import (
+from mingc.media import video as video_module
+from mingc.media.limits import MediaLimits
+from mingc.media.video import (
     DecodedFrames,
     frame_size,
     load_video,
@@ -296,6 +296,6 @@ def test_a_missing_library_is_named_with_the_extra_to_install(
 
 
 def test_importing_loads_no_decoder() -> None:
-    code = "import sys, mingc.runtime.preprocess.video; print({'av', 'cv2'} & set(sys.modules) or 'none')"
+    code = "import sys, mingc.media.video; print({'av', 'cv2'} & set(sys.modules) or 'none')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "none"

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import VoiceRecord
-from mingc.dsp.fbank import kaldi_fbank
-from mingc.dsp.resample import resample
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find as find_stage
 from mingc.export.weights.loading import float32_module
+from mingc.media.dsp.fbank import kaldi_fbank
+from mingc.media.dsp.resample import resample
 
 SPEAKER_NETWORK = "campplus.onnx"
 _SPEAKER_HZ = 16_000  # CAM++ was trained on 16 kHz filter banks

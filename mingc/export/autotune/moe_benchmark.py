@@ -13,7 +13,7 @@ from mingc.errors import ExportError
 from mingc.export.autotune.selection import Selection, select_fastest
 from mingc.export.process_pool import gives_memory_back
 from mingc.export.stage import ExpertDims
-from mingc.host import gpu
+from mingc.host.machine import gpu
 from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.moe_gemv import RouterWeights, moe_gemv
 from mingc.kernels.quantized import INT4_GROUP

@@ -27,7 +27,7 @@ from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.export.process_pool import result_of, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import ExpertDims, GraphDef, Shard, Stage
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.moe_experts import has_kernel
 from mingc.kernels.moe_gemv import has_gemv_kernel
 from mingc.kernels.triton.moe_config import (

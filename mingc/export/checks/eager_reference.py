@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mingc.export.stage import GraphDef
-from mingc.gather_shards import gather_shards
+from mingc.numerics.gather_shards import gather_shards
 
 
 def run_eager(

@@ -15,7 +15,7 @@ from mingc.errors import ConfigError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard, Stage
-from mingc.host import gpu
+from mingc.host.machine import gpu
 
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 _QUANTIZED_BYTES = {"fp8": 1.0, "int4": 0.5}

@@ -37,7 +37,7 @@ from mingc.export.compile.choice import choose_fastest, join_backends, size_orde
 from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
-from mingc.host import equal_gpus
+from mingc.host.machine import equal_gpus
 
 _T = TypeVar("_T")
 _FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built

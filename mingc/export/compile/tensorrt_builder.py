@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mingc.parent_watchdog import watch_pipe
-from mingc.tensorrt_library import import_library, make_logger
+from mingc.host.parent_watchdog import watch_pipe
+from mingc.host.tensorrt_library import import_library, make_logger
 
 Shape = tuple[int, ...]
 

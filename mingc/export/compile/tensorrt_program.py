@@ -24,8 +24,8 @@ from mingc.errors import ArtifactError, CompileError
 from mingc.export.compile.engine_cache import keep, take
 from mingc.export.compile.onnx_program import METADATA_KEY, refuse_large_gathers, to_onnx, translates
 from mingc.export.compile.tensorrt_builder import BuildJob, Range
-from mingc.host import gpu
-from mingc.tensorrt_library import RTX, TITLES, import_library
+from mingc.host.machine import gpu
+from mingc.host.tensorrt_library import RTX, TITLES, import_library
 
 _PREFIX = "model."
 FIX = (

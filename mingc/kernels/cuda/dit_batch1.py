@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.target import ClusterGemmConfig
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.cuda.nvrtc import CudaModule, Launch, compile_source, pack, tensor_map, unpack
 
 _SOURCE = Path(__file__).with_suffix(".cu")

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.artifacts.target import FusedNormGemvConfig, Target
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.triton.linear import ACTIVATIONS, SWIGLU
 from mingc.kernels.triton.pdl import enable_pdl
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.artifacts.target import GemvConfig, Target
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 
 _MAX_WAVES = 8  # programs a multiprocessor; beyond, each program takes several tiles
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.artifacts.target import LinearConfig, Target
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.triton.weight_formats import FP16_SCALE
 
 NUM_COUNTERS = 4096

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)

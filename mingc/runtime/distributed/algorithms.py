@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.runtime.engines import stream_priority
 
 TWO_SHOT_WORLD_SIZES = (2, 4, 8)  # that torch's two-shot kernel is compiled for

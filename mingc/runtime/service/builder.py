@@ -32,19 +32,19 @@ from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
 from mingc.artifacts.target_choice import explain_targets, needed_machine, with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, ServeError
-from mingc.host import current_host, gpu_target
+from mingc.host.machine import current_host, gpu_target
+from mingc.media.audio import AudioFeatures
+from mingc.media.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
+from mingc.media.image import VisionFeatures
+from mingc.media.limits import DEFAULT_MEDIA_BYTES
+from mingc.runtime.encoders.cache import DEFAULT_BYTES, EncoderCache
+from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
+from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, rank_weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.encoder_cache import DEFAULT_BYTES, EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
-from mingc.runtime.service.encoders import AudioEncoder, VisionEncoder
 from mingc.runtime.service.memory import HOST, MemoryAccount, free_bytes
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer

@@ -22,14 +22,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
+from mingc.media.audio import AudioFeatures
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.image import VisionFeatures
+from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.encoders import host_tensors
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.loop import EncoderLoop
+from mingc.runtime.encoders.media_ids import media_digests, media_ids
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
-from mingc.runtime.preprocess.decoder_pool import DecoderPool
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.prompt import PreparedPrompt
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.runtime.request import (
     ChatRequest,
     Event,
@@ -44,10 +48,6 @@ from mingc.runtime.request import (
     VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
-from mingc.runtime.service import host_tensors
-from mingc.runtime.service.encoder_cache import EncoderCache
-from mingc.runtime.service.encoder_loop import EncoderLoop
-from mingc.runtime.service.media_ids import media_digests, media_ids
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
@@ -56,9 +56,9 @@ from mingc.runtime.service.output_processor import (
 )
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.text.segment import iter_speech_segments
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.text.segment import iter_speech_segments
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 

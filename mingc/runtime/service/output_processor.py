@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from mingc.errors import WorkerError
+from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.preprocess.tokenizer import Detokenizer
 from mingc.runtime.request import (
     AudioDelta,
     Done,
@@ -27,9 +27,9 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import FailedItem, Item, PatchItem, RequestStream, TokenItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.text.live import LiveSegment, LiveSegmenter
-from mingc.runtime.text.segment import speech_segments
-from mingc.runtime.text.stream_filters import StopStrings, ThoughtFilter
+from mingc.text.live import LiveSegment, LiveSegmenter
+from mingc.text.segment import speech_segments
+from mingc.text.stream_filters import StopStrings, ThoughtFilter
 
 _TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
 

@@ -15,12 +15,12 @@ from mingc.artifacts.parameters import (
 )
 from mingc.artifacts.stage_graph import SpeechPath
 from mingc.errors import ArtifactError
-from mingc.runtime.preprocess.chat import ChatProcessor
-from mingc.runtime.preprocess.limits import DEFAULT_MEDIA_BYTES
-from mingc.runtime.preprocess.media_task import MediaTask, run_task
-from mingc.runtime.preprocess.prompt import Features
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
+from mingc.media.limits import DEFAULT_MEDIA_BYTES
+from mingc.media.task import MediaTask, run_task
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.prompt_writer import Features
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
 
 

@@ -18,8 +18,8 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.errors import ArtifactError, RequestError
+from mingc.prompts.speech_prompt import SpeechPromptBuilder, caption_instruction
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder, caption_instruction
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.worker import SpeechSegment
 

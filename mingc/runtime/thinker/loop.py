@@ -25,9 +25,9 @@ from torch import Tensor
 
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mingc.runtime.prompt import WORD, ThinkerPrompt
+from mingc.prompts.thinker_prompt import WORD, ThinkerPrompt
 
 _DIGEST_BYTES = 32
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.kernels.sample_tokens import NUM_COLUMNS
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 
 Ints = NDArray[np.int64]
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import ConfigError
-from mingc.runtime.preprocess.audio import AudioFeatures
-from mingc.runtime.preprocess.chat import ChatProcessor, MediaEntry
-from mingc.runtime.preprocess.image import (
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import (
     Grid,
     VisionFeatures,
     encoder_size,
@@ -22,16 +21,17 @@ from mingc.runtime.preprocess.image import (
     resize_for_encoder,
     resize_loaded,
 )
-from mingc.runtime.preprocess.limits import MediaLimits
-from mingc.runtime.preprocess.prompt import Features
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.video import (
+from mingc.media.limits import MediaLimits
+from mingc.media.video import (
     DecodedFrames,
     VideoFeatures,
     frame_size,
     resize_frame,
     sample_video,
 )
+from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.prompt_writer import Features
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
-from mingc.dsp.fbank import kaldi_fbank
 from mingc.errors import ArtifactError
+from mingc.media.dsp.fbank import kaldi_fbank
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.preprocess.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 from mingc.verify.comparison_log import ComparisonLog

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mingc.runtime.text.normalize import normalize_fragment, normalize_text
-from mingc.runtime.text.segment import cut_by_length, speech_segments
+from mingc.text.normalize import normalize_fragment, normalize_text
+from mingc.text.segment import cut_by_length, speech_segments
 from mingc.verify.comparison_log import ComparisonLog
 
 NORMALISED_SHARE = 0.95  # minimum fraction of recorded texts that must match

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.runtime.preprocess.chat import MediaEntry
-from mingc.runtime.preprocess.image import VisionFeatures
-from mingc.runtime.preprocess.video import VideoFeatures
+from mingc.media.image import VisionFeatures
+from mingc.media.video import VideoFeatures
+from mingc.prompts.chat import MediaEntry
 from mingc.runtime.request import MediaPart, Message, SpeechParams, TextPart
 from mingc.verify.served.cases import RecordedPart, RecordedSpeech, ServedCase
 

@@ -22,17 +22,17 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import SpeechPath
+from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.thinker_prompt import AUDIO, VISION
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.preprocess.prompt import PreparedPrompt
-from mingc.runtime.preprocess.tokenizer import TextTokenizer
-from mingc.runtime.preprocess.vision_grid import build_grid_arrays, group_pixels
-from mingc.runtime.prompt import AUDIO, VISION
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.worker import SpeechSegment
-from mingc.runtime.text.live import LiveSegmenter
-from mingc.runtime.text.segment import iter_speech_segments, speech_segments
-from mingc.runtime.text.stream_filters import ThoughtFilter
+from mingc.text.live import LiveSegmenter
+from mingc.text.segment import iter_speech_segments, speech_segments
+from mingc.text.stream_filters import ThoughtFilter
 from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
 from mingc.verify.served.conversion import decoded_messages, speech_params
 from mingc.verify.served.requests import Media, chat_cases, speech_cases

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import MingcError, WorkerError
+from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.preprocess.prompt import PreparedPrompt
 from mingc.runtime.request import (
     AudioDelta,
     Done,

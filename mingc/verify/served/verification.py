@@ -11,7 +11,7 @@ from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
-from mingc.host import current_host
+from mingc.host.machine import current_host
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import EngineOptions, open_service
 from mingc.runtime.service.omni import OmniService

@@ -20,7 +20,7 @@ from mingc.errors import CompileError
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.engine_cache import keep, take
 from mingc.export.compile.kernel_sources import kernel_sources
-from mingc.host import gpu_target
+from mingc.host.machine import gpu_target
 from mingc.kernels.triton.moe_config import tuned_configs
 
 # Weights stay outside: one engine serves every rank, and several graphs share one weights file.

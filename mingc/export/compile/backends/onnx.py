@@ -13,7 +13,7 @@ from torch import nn
 from mingc.artifacts.target import is_rtx
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
-from mingc.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
+from mingc.host.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
 
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 

@@ -18,7 +18,7 @@ from torch import nn
 from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
-from mingc.tensorrt_library import INSTALL, RTX, find_library
+from mingc.host.tensorrt_library import INSTALL, RTX, find_library
 
 _PACKAGES = ("onnx", "onnxscript")
 _CHECK = ("onnxruntime",)  # runs the models of engines for cards that are not here

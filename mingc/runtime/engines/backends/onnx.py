@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mingc.errors import ArtifactError
-from mingc.onnx_library import CUDA_PROVIDER, INSTALL, INSTALL_CUDA, has_cuda_provider, is_installed
+from mingc.host.onnx_library import CUDA_PROVIDER, INSTALL, INSTALL_CUDA, has_cuda_provider, is_installed
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."  # of the names of weights in the model

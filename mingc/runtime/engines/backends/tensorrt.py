@@ -20,9 +20,8 @@ import torch
 
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine
 from mingc.errors import ArtifactError, WorkerError
-from mingc.host import gpu
-from mingc.runtime.engines.base import Engine
-from mingc.tensorrt_library import (
+from mingc.host.machine import gpu
+from mingc.host.tensorrt_library import (
     DISTRIBUTIONS,
     INSTALL,
     RTX,
@@ -31,6 +30,7 @@ from mingc.tensorrt_library import (
     import_library,
     make_logger,
 )
+from mingc.runtime.engines.base import Engine
 
 _Shapes = tuple[tuple[int, ...], ...]
 

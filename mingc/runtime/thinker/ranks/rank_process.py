@@ -18,7 +18,7 @@ import torch
 from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.codec import decode
 from mingc.artifacts.target_choice import target_view
-from mingc.parent_watchdog import watch_pipe
+from mingc.host.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import load_stage

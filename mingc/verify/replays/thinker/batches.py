@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.replays.thinker.prompts import beginning
 from mingc.verify.replays.thinker.runner import Request, ThinkerRunner

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
-from mingc.runtime.preprocess.image import Grid
-from mingc.runtime.preprocess.positions import VisionSpan, compute_positions
-from mingc.runtime.prompt import AUDIO, VISION, WORD, ThinkerPrompt
+from mingc.media.image import Grid
+from mingc.prompts.positions import VisionSpan, compute_positions
+from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.numerics.tolerances import GRAPH_TOLERANCES
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
 from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
 from mingc.verify.comparison_log import ComparisonLog

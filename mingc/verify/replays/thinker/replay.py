@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
-from mingc.runtime.prompt import ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 from mingc.verify.replays.thinker.batches import (

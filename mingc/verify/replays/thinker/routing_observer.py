@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.spec import GraphSpec, join_path
-from mingc.gather_shards import gather_shards
+from mingc.numerics.gather_shards import gather_shards
 from mingc.numerics.perturbation import add_relative_noise, row_errors
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage

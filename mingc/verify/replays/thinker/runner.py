@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import WorkerError
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop

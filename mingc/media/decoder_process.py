@@ -1,0 +1,191 @@
+"""Process that decodes media for the server, with limits that the kernel enforces.
+
+Started as `python -m mingc.media.decoder_process CONFIG`. Decoders are C libraries that parse untrusted
+bytes: how much memory a file makes them allocate, how long they run and whether they crash is not known in advance.
+Here RLIMIT_DATA limits memory, an alarm limits the time of a task, and a crash ends only this process. It ends when its
+socket closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from mingc.artifacts.codec import decode
+from mingc.errors import ConfigError, MingcError, ServeError
+from mingc.host import large_arrays
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import VisionFeatures
+from mingc.media.limits import MIB
+from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.video import VideoFeatures
+
+_MARGIN_BYTES = 64 * MIB  # of the libraries' tables and threads, beyond what is planned for a medium
+_RETIRE_BYTES = 64 * MIB  # kept after a task, this much makes the server start a fresh process
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """`socket`: file descriptor of tasks and results. `max_bytes`, `timeout_s`: limits of one task."""
+
+    socket: int
+    max_bytes: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskHead:
+    """A task whose data, which follow, have `size` bytes."""
+
+    task: MediaTask
+    size: int
+
+
+# Much faster than `codec`, which names what is wrong with a document that a person wrote.
+_TASK_DECODER = msgspec.json.Decoder(TaskHead)
+
+
+def send(sock: socket.socket, head: Any, *buffers: Any) -> None:
+    """Send a head, as JSON, and buffers; sizes are in the head."""
+    text = msgspec.json.encode(head)
+    sock.sendall(len(text).to_bytes(8, "little") + text)
+    for buffer in buffers:
+        sock.sendall(buffer)
+
+
+def receive(sock: socket.socket) -> Any:
+    """The head of a reply. Raises: EOFError when the other side has closed the socket."""
+    return msgspec.json.decode(_receive_head(sock))
+
+
+def _receive_head(sock: socket.socket) -> bytearray:
+    return receive_bytes(sock, int.from_bytes(receive_bytes(sock, 8), "little"))
+
+
+def receive_bytes(sock: socket.socket, size: int) -> bytearray:
+    """Exactly `size` bytes. Raises: EOFError when the other side has closed the socket."""
+    data = bytearray(size)
+    _receive_into(sock, memoryview(data))
+    return data
+
+
+def _receive_into(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+
+
+def receive_array(sock: socket.socket, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+    """An array that was sent as bytes. Raises: EOFError when the other side is gone.
+
+    Its memory is not cleared first, which `bytearray` does while it keeps Python's lock: 30 ms for a video.
+    """
+    array = large_arrays.empty(shape, dtype)
+    _receive_into(sock, array.reshape(-1).view(np.uint8).data)
+    return array
+
+
+def pack(features: DecodedMedia) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+    """Features as a JSON head and arrays."""
+    if isinstance(features, AudioFeatures):
+        return _head([features.mel], num_tokens=features.num_tokens), [features.mel]
+    vision = features.vision if isinstance(features, VideoFeatures) else features
+    arrays: list[NDArray[Any]] = [vision.patches] + ([] if vision.levels is None else [vision.levels])
+    head = _head(arrays, grid=list(vision.grid), repeats=vision.repeats)
+    if isinstance(features, VideoFeatures):
+        head["timestamps"] = list(features.timestamps)
+    return head, arrays
+
+
+def unpack(head: dict[str, Any], arrays: list[NDArray[Any]]) -> DecodedMedia:
+    """The features that `pack` packed."""
+    if "num_tokens" in head:
+        return AudioFeatures(mel=arrays[0], num_tokens=head["num_tokens"])
+    frames, height, width = head["grid"]
+    vision = VisionFeatures(
+        patches=arrays[0],
+        grid=(frames, height, width),
+        levels=arrays[1] if len(arrays) > 1 else None,
+        repeats=head["repeats"],
+    )
+    if "timestamps" not in head:
+        return vision
+    return VideoFeatures(vision=vision, timestamps=tuple(head["timestamps"]))
+
+
+def _head(arrays: list[NDArray[Any]], **values: Any) -> dict[str, Any]:
+    return {"arrays": [[array.dtype.str, list(array.shape)] for array in arrays], **values}
+
+
+def _error_head(error: MingcError) -> dict[str, Any]:
+    described: dict[str, Any] = {"message": error.message, "where": error.where, "fix": error.fix}
+    if isinstance(error, ServeError):
+        described |= {"status": error.status, "param": error.param, "code": error.code}
+    return {"error": described, "is_config": isinstance(error, ConfigError)}
+
+
+def _data_bytes() -> int:
+    """Writable private memory of this process, which RLIMIT_DATA counts."""
+    with open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"VmData:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData")
+
+
+def main() -> None:
+    config = decode(DecoderConfig, json.loads(sys.argv[1]))
+    # A terminal sends these to the whole process group; the server decides when its decoders end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Loaded before memory is limited; a missing one is reported when it is needed.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("av")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("cv2")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("soundfile")
+    Image.init()
+    np.ones((256, 256), np.float32) @ np.ones((256, 256), np.float32)  # OpenBLAS takes its buffer of 32 MiB
+    start = _data_bytes()
+    limit = start + config.max_bytes + _MARGIN_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
+        resource.setrlimit(kind, (0, 0))
+    with socket.socket(fileno=config.socket) as sock, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            _serve_task(sock, config.timeout_s, start + _RETIRE_BYTES)
+
+
+def _serve_task(sock: socket.socket, timeout_s: float, retire_bytes: int) -> None:
+    head = _TASK_DECODER.decode(_receive_head(sock))
+    data = bytes(receive_bytes(sock, head.size))
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends the process, also inside a decoder
+    arrays: list[NDArray[Any]] = []
+    try:
+        reply, arrays = pack(run_task(head.task, data))
+    except MingcError as error:
+        reply = _error_head(error)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    del data
+    reply["retire"] = _data_bytes() - sum(array.nbytes for array in arrays) > retire_bytes
+    send(sock, reply, *(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays))
+
+
+if __name__ == "__main__":
+    main()

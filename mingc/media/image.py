@@ -1,0 +1,415 @@
+"""Encoded images → patch rows of the vision encoder (spec: vision.md §1).
+
+Decoding, the two resize rules of the reference, normalisation and patch order. `vision_grid` builds the position
+inputs. The memory of an image is estimated from its header before a pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image
+
+from mingc.artifacts.parameters import VisionParameters
+from mingc.errors import RequestError
+from mingc.media.limits import MediaLimits, undecodable
+
+log = logging.getLogger("mingc.preprocess")
+MAX_ASPECT_RATIO = 200
+# Formats with library decoders only: EPS and PDF would start an interpreter on untrusted bytes.
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
+_MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
+
+# Bytes a pixel takes while a file is decoded and converted to RGB, measured; other formats take `_PLAIN_COST`.
+_DECODING_COST = {"WEBP": 20, "AVIF": 13, "TIFF": 9}
+_PLAIN_COST, _CONVERTED_COST, _PROGRESSIVE_COST = (
+    5,
+    9,
+    8,
+)  # RGB; other modes; coefficients of a progressive JPEG
+# How a picture is turned upright, by the orientation of its EXIF data.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionFeatures:
+    """Input of the vision encoder for one image or video.
+
+    `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
+    float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
+    is then stored once for `repeats` frames. `digest`: see `media_task.digest_of`; None: not known.
+    """
+
+    patches: NDArray[np.float32] | NDArray[np.uint8]
+    grid: Grid
+    levels: NDArray[np.float32] | None = None
+    repeats: int = 1
+    digest: bytes | None = None
+
+    def num_tokens(self, merge_size: int) -> int:
+        """Number of embeddings that the encoder returns."""
+        return math.prod(self.grid) // merge_size**2
+
+    @property
+    def pixels(self) -> NDArray[np.float32]:
+        """All rows, normalised: (t·h·w, C·temporal·p·p) float32."""
+        return self.rows(0, len(self.patches))
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of `pixels`."""
+        part = self.patches[start:stop]
+        if self.levels is None:
+            return part.astype(np.float32, copy=False)
+        channels = len(self.levels)
+        rows = part.reshape(len(part), channels, 1, -1)
+        pixels = np.empty((len(part), channels, self.repeats, rows.shape[-1]), dtype=np.float32)
+        for channel in range(channels):
+            pixels[:, channel] = self.levels[channel].take(rows[:, channel])
+        return pixels.reshape(len(part), -1)
+
+    def colours(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Rows [start, stop) of `patches`, by channel: (n, C, time·p·p) uint8; only with `levels`."""
+        assert self.levels is not None
+        part = self.patches[start:stop].astype(np.uint8, copy=False)
+        return part.reshape(len(part), len(self.levels), -1)
+
+
+def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
+    """(height, width) of an image or video frame after loading: multiples of `factor`, area within bounds.
+
+    A side can become 0 when a long thin picture is shrunk; the caller must refuse it.
+    """
+    new_height = max(factor, round(height / factor) * factor)
+    new_width = max(factor, round(width / factor) * factor)
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        return math.floor(height / scale / factor) * factor, math.floor(width / scale / factor) * factor
+    if new_height * new_width < min_pixels:
+        return _grow(height, width, factor, min_pixels)
+    return new_height, new_width
+
+
+def encoder_size(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """(height, width) by the encoder's rule: as `load_size`, but with the minimum side in the shrinking branch."""
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / scale / factor) * factor)
+        new_width = max(factor, math.floor(width / scale / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        return _grow(height, width, factor, min_pixels)
+    return new_height, new_width
+
+
+def _grow(height: int, width: int, factor: int, min_pixels: int) -> tuple[int, int]:
+    scale = math.sqrt(min_pixels / (height * width))
+    return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
+
+
+def check_aspect(height: int, width: int, where: str) -> None:
+    """Refuse aspect ratios above 200. Raises: RequestError."""
+    ratio = max(height, width) / max(1, min(height, width))
+    if ratio > MAX_ASPECT_RATIO:
+        raise RequestError(
+            f"the picture is {width}×{height}: one side is {ratio:.0f} times the other",
+            where=where,
+            fix=f"crop it to an aspect ratio of at most {MAX_ASPECT_RATIO}",
+            param=where,
+        )
+
+
+@lru_cache(maxsize=1)
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
+
+
+def open_image(data: bytes, where: str) -> Image.Image:
+    """Read the header of an image. Raises: RequestError for an unknown format, damaged bytes, or too many pixels."""
+    try:
+        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+            image = Image.open(io.BytesIO(data), formats=_formats())
+    except MemoryError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise _too_many_pixels(str(error), where) from error
+    except Exception as error:  # Pillow's parsers raise many types on damaged bytes
+        raise _not_an_image(data, where, error) from error
+    if image.width * image.height > _MAX_DECODED_PIXELS:
+        raise _too_many_pixels(f"{image.width}×{image.height} pixels", where)
+    return image
+
+
+def _too_many_pixels(found: str, where: str) -> RequestError:
+    return RequestError(
+        f"the image is too large to decode: {found}",
+        where=where,
+        fix=f"send at most {_MAX_DECODED_PIXELS} pixels",
+        status=413,
+        param=where,
+        code="media_too_large",
+    )
+
+
+def _not_an_image(data: bytes, where: str, error: Exception) -> RequestError:
+    return undecodable(
+        f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
+        where,
+        f"send a complete file of 8 or 16 bits a colour in one of the formats {', '.join(_formats())}",
+    )
+
+
+def _cost_per_pixel(image: Image.Image) -> int:
+    """Bytes per pixel while the file is decoded and converted to RGB."""
+    plain = _PLAIN_COST if image.mode == "RGB" else _CONVERTED_COST
+    progressive = _PROGRESSIVE_COST if image.info.get("progressive") else 0
+    return max(plain, _DECODING_COST.get(image.format or "", 0)) + progressive
+
+
+def _peak_bytes(image: Image.Image, target: tuple[int, int]) -> int:
+    """Memory for decoding and resizing to `target` (width, height); Pillow uses four bytes per pixel, numpy three."""
+    num_pixels, resized = image.width * image.height, math.prod(target)
+    decoding = _cost_per_pixel(image) * num_pixels
+    # the picture and its converted copy, the picture after one axis, and after both
+    resizing = (4 if image.mode == "RGB" else 8) * num_pixels + 4 * target[0] * image.height + 4 * resized
+    return max(decoding, resizing)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation; 1, upright, when there is none or it cannot be read."""
+    try:
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except MemoryError:
+        raise
+    except Exception as error:  # the picture may be sound although its EXIF data are damaged
+        log.debug("EXIF data cannot be read: %s", type(error).__name__)
+        return 1
+    return found if found in _UPRIGHT else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """The decoded picture as RGB: 16-bit grey by its upper byte, transparency dropped as the reference does."""
+    image.load()
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError("pixels of 32 bits have no known range")
+    image.info.pop("transparency", None)  # Pillow warns about it, and the colours are the same without it
+    return image.convert("RGB")
+
+
+def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
+    """Decode an image, or the first frame of an animation, to (H, W, 3) uint8 RGB, upright.
+
+    Raises: RequestError for an unknown format, damaged bytes, or too many pixels.
+    """
+    with open_image(data, where) as image:
+        decoded = _decode(image, data, where)
+        return np.asarray(_upright(decoded, _orientation(image)))
+
+
+def _decode(image: Image.Image, data: bytes, where: str) -> Image.Image:
+    try:
+        return _to_rgb(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow's decoders raise many types on damaged bytes
+        raise _not_an_image(data, where, error) from error
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _resize(image: Image.Image, height: int, width: int) -> Image.Image:
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def resize_loaded(
+    image: NDArray[np.uint8], parameters: VisionParameters, where: str, *, max_pixels: int | None = None
+) -> NDArray[np.uint8]:
+    """First resize of (H, W, 3) uint8, on loading. `max_pixels` overrides the limit for this image.
+
+    Raises: RequestError for an extreme aspect ratio, or when `max_pixels` leaves the short side without a pixel.
+    """
+    height, width = image.shape[:2]
+    size = loaded_size(height, width, parameters, where, max_pixels=max_pixels)
+    return np.asarray(_resize(Image.fromarray(image), *size))
+
+
+def loaded_size(
+    height: int, width: int, parameters: VisionParameters, where: str, *, max_pixels: int | None = None
+) -> tuple[int, int]:
+    """(height, width) after the first resize. Raises: RequestError, as `resize_loaded` does."""
+    check_aspect(height, width, where)
+    limit = parameters.load_max_pixels if max_pixels is None else max_pixels
+    new_height, new_width = load_size(
+        height,
+        width,
+        factor=parameters.load_factor,
+        min_pixels=parameters.load_min_pixels,
+        max_pixels=limit,
+    )
+    if not new_height or not new_width:
+        raise RequestError(
+            f"an image of {width}×{height} does not fit {limit} pixels",
+            where=where,
+            fix="raise max_pixels or crop the image to a smaller aspect ratio",
+            param=where,
+        )
+    return new_height, new_width
+
+
+def resize_for_encoder(
+    image: NDArray[np.uint8], parameters: VisionParameters, where: str
+) -> NDArray[np.uint8]:
+    """Second resize of (H, W, 3) uint8: sides become multiples of the side of a merged token."""
+    height, width = image.shape[:2]
+    size = _encoder_size(height, width, parameters, where)
+    return np.asarray(_resize(Image.fromarray(image), *size))
+
+
+def _encoder_size(height: int, width: int, parameters: VisionParameters, where: str) -> tuple[int, int]:
+    check_aspect(height, width, where)
+    return encoder_size(
+        height,
+        width,
+        factor=parameters.patch_size * parameters.merge_size,
+        min_pixels=parameters.min_pixels,
+        max_pixels=parameters.max_pixels,
+    )
+
+
+def check_grid(
+    height: int,
+    width: int,
+    num_frames: int,
+    parameters: VisionParameters,
+    limits: MediaLimits,
+    where: str,
+    kind: str,
+) -> None:
+    """Refuse frames of (height, width) that are larger than the largest engine, or too many for the context."""
+    num_patches = (height // parameters.patch_size) * (width // parameters.patch_size)
+    if num_patches > parameters.max_patches:
+        raise RequestError(
+            f"one {kind} frame has {num_patches} patches after resizing; the limit is {parameters.max_patches}",
+            where=where,
+            fix=f"send at most {parameters.max_patches * parameters.patch_size**2} pixels",
+            param=where,
+        )
+    temporal = -(-num_frames // parameters.temporal_patch_size)
+    limits.check_tokens(temporal * num_patches // parameters.merge_size**2, where, kind)
+
+
+@lru_cache(maxsize=4)
+def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """(channels, 256) float32 lookup table of normalised bytes, with the rounding of the reference."""
+    scaled = (np.arange(256) * (1 / 255)).astype(np.float32)
+    return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+
+
+class PatchWriter:
+    """Patches of frames that arrive one at a time, so that only one frame is in memory.
+
+    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x). One frame is
+    an image, which is repeated in time; otherwise the number of frames is a multiple of the temporal patch.
+    """
+
+    def __init__(self, num_frames: int, height: int, width: int, parameters: VisionParameters) -> None:
+        patch, merge = parameters.patch_size, parameters.merge_size
+        self._repeats = parameters.temporal_patch_size if num_frames == 1 else 1
+        self._temporal = parameters.temporal_patch_size // self._repeats
+        self._levels = _normalisation_table(parameters.image_mean, parameters.image_std)
+        self._blocks = (height // patch // merge, merge, patch, width // patch // merge, merge)
+        self._grid = (num_frames // self._temporal, height // patch, width // patch)
+        shape = (
+            self._grid[0],
+            self._blocks[0],
+            self._blocks[3],
+            merge,
+            merge,
+            3,
+            self._temporal,
+            patch,
+        )
+        # One item is a line of a patch, which numpy copies at once; a pixel at a time takes eight times as long.
+        self._lines = np.empty(shape, dtype=f"V{patch}")
+
+    def put(self, index: int, frame: NDArray[np.uint8]) -> None:
+        """Write frame `index`, (H, W, 3) uint8."""
+        for channel in range(3):
+            self.put_channel(index, channel, np.ascontiguousarray(frame[..., channel]))
+
+    def put_channel(self, index: int, channel: int, values: NDArray[np.uint8]) -> None:
+        """Write one channel of frame `index`, (H, W) uint8 without gaps."""
+        blocks = values.view(self._lines.dtype).reshape(self._blocks).transpose(0, 3, 1, 4, 2)
+        self._lines[index // self._temporal, ..., channel, index % self._temporal, :] = blocks
+
+    def features(self) -> VisionFeatures:
+        rows = self._lines.view(np.uint8).reshape(math.prod(self._grid), -1)
+        return VisionFeatures(patches=rows, grid=self._grid, levels=self._levels, repeats=self._repeats)
+
+
+def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionFeatures:
+    """Frames (T, H, W, 3) uint8 → patches. T is 1 (an image) or a multiple of the temporal patch."""
+    writer = PatchWriter(len(frames), frames.shape[1], frames.shape[2], parameters)
+    for index, frame in enumerate(frames):
+        writer.put(index, frame)
+    return writer.features()
+
+
+def load_image(
+    data: bytes, parameters: VisionParameters, where: str, limits: MediaLimits | None = None
+) -> VisionFeatures:
+    """Encoded image → patches, with both resizes. `where` names the image in errors.
+
+    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`; the latter before it is
+    decoded.
+    """
+    limits = limits or MediaLimits()
+    with open_image(data, where) as image:
+        # Turning a picture exchanges the sides of both sizes and changes nothing else, so its EXIF data, which Pillow
+        # may decode the picture for, are not needed yet.
+        size = loaded_size(image.height, image.width, parameters, where)
+        final = _encoder_size(*size, parameters, where)
+        check_grid(*final, 1, parameters, limits, where, "image")
+        target = size[1], size[0]
+        limits.check_bytes(
+            max(_peak_bytes(image, target), 12 * math.prod(size) + 3 * math.prod(final)),
+            where,
+            f"an image of {image.width}×{image.height} pixels ({image.format}, {image.mode})",
+        )
+        decoded = _decode(image, data, where)
+        orientation = _orientation(image)
+        loaded = _upright(_resize(decoded, *size), orientation)
+    height, width = _encoder_size(loaded.height, loaded.width, parameters, where)
+    resized = _resize(loaded, height, width)
+    writer = PatchWriter(1, height, width, parameters)
+    for channel, values in enumerate(resized.split()):
+        writer.put_channel(0, channel, np.asarray(values))
+    return writer.features()

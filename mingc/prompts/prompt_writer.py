@@ -1,0 +1,131 @@
+"""Writer of the thinker's prompt: lays out text and media blocks as token ids.
+
+Special tokens and media blocks are written as ids; the text between them is tokenized separately and, by default,
+without recognising special tokens. The ids equal those of the whole text, because special tokens split a
+text first (spec: thinker.md §6.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.media.audio import AudioFeatures
+from mingc.media.image import Grid, VisionFeatures
+from mingc.media.video import VideoFeatures
+from mingc.prompts.positions import VisionSpan
+from mingc.prompts.thinker_prompt import ThinkerPrompt
+
+MediaKind = Literal["image", "audio", "video"]
+Features = VisionFeatures | AudioFeatures | VideoFeatures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaSpan:
+    """Tokens [start, start + length) whose embeddings come from an encoder."""
+
+    kind: MediaKind
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaFeatures:
+    """Decoded media of one prompt, input of the encoders, each kind in the order of its tokens.
+
+    The embeddings of all items of `vision` (and of `audio`), concatenated, fill the tokens of their kind in order.
+    """
+
+    spans: tuple[MediaSpan, ...]
+    vision: tuple[VisionFeatures, ...]
+    audio: tuple[AudioFeatures, ...]
+
+
+class PreparedPrompt(NamedTuple):
+    """A conversation ready for the engines: the prompt without media embeddings, and the encoders' inputs for them."""
+
+    tokens: ThinkerPrompt
+    media: MediaFeatures
+
+
+class PromptWriter:
+    """Collects token ids, media spans and grids in prompt order. Call `close` before reading them.
+
+    `encode` gives the token ids of a text.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]],
+        thinker: ThinkerParameters,
+        *,
+        merge_size: int,
+    ) -> None:
+        self._encode = encode
+        self._thinker = thinker
+        self._merge_size = merge_size
+        self._pending = ""
+        self.ids: list[int] = []
+        self.spans: list[MediaSpan] = []
+        self.grids: list[VisionSpan] = []
+        self.vision: list[VisionFeatures] = []
+        self.audio: list[AudioFeatures] = []
+
+    def text(self, text: str) -> None:
+        """Append text."""
+        self._pending += text
+
+    def close(self) -> None:
+        """Tokenize the pending text."""
+        if self._pending:
+            self.ids += self._encode(self._pending)
+            self._pending = ""
+
+    def media(self, item: Features) -> None:
+        """Append the block of one image, clip or video, with its newline."""
+        match item:
+            case VisionFeatures():
+                self._image(item)
+            case VideoFeatures():
+                self._video(item)
+            case AudioFeatures():
+                self._audio_clip(item)
+
+    def token(self, token_id: int) -> None:
+        """Append a special token."""
+        self.close()
+        self.ids.append(token_id)
+
+    def _patches(self, kind: MediaKind, token_id: int, length: int) -> None:
+        self.spans.append(MediaSpan(kind=kind, start=len(self.ids), length=length))
+        self.ids += [token_id] * length
+
+    def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid) -> None:
+        """Append the patch tokens of one grid between its start and end tokens."""
+        self.token(self._thinker.image_start_token)
+        self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
+        self._patches(kind, patch_token, grid[0] * grid[1] * grid[2] // self._merge_size**2)
+        self.token(self._thinker.image_end_token)
+
+    def _image(self, image: VisionFeatures) -> None:
+        self.vision.append(image)
+        self._vision_span("image", self._thinker.image_patch_token, image.grid)
+        self.text("\n")
+
+    def _video(self, video: VideoFeatures) -> None:
+        """Append a video: each pair of frames is a separate grid after its time."""
+        self.vision.append(video.vision)
+        _, height, width = video.vision.grid
+        self.token(self._thinker.video_start_token)
+        for seconds in video.timestamps:
+            self.text(f"<{seconds:.1f} seconds>")
+            self._vision_span("video", self._thinker.frame_patch_token, (1, height, width))
+        self.token(self._thinker.video_end_token)
+
+    def _audio_clip(self, clip: AudioFeatures) -> None:
+        self.audio.append(clip)
+        self.token(self._thinker.audio_start_token)
+        self._patches("audio", self._thinker.audio_patch_token, clip.num_tokens)
+        self.token(self._thinker.audio_end_token)

@@ -1,0 +1,186 @@
+"""Tokenizer of a `tokenizer.json`, and incremental detokenization."""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from mingc.errors import IntegrityError
+from mingc.prompts.text_cuts import blocks, find_cut_pattern
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
+_CONTEXT_TOKENS = 8
+_MIN_CACHED_CHARACTERS = 256  # shorter blocks are tokenized in tens of microseconds: not worth an entry
+_BLOCK_CHARACTERS = 512  # a text that differs in its last characters tokenizes about as many anew
+
+
+class TextTokenizer:
+    """Tokenizer of one file. No token is added to a text."""
+
+    def __init__(self, tokenizer: Tokenizer, source: str = "tokenizer.json") -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._source = source
+        # The same vocabulary (shared, not copied) without added tokens: nothing a client types becomes one.
+        self._plain = Tokenizer(tokenizer.model)
+        self._plain.normalizer = tokenizer.normalizer
+        self._plain.pre_tokenizer = tokenizer.pre_tokenizer
+
+    @classmethod
+    def from_file(cls, path: Path) -> TextTokenizer:
+        """Read `path`, a `tokenizer.json` or its folder. Raises: IntegrityError."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"the tokenizer cannot be read: {error}", where=str(file)) from error
+        try:
+            return cls(Tokenizer.from_str(text), str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise IntegrityError(f"not a tokenizer file: {error}", where=str(file)) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def longest_token(self) -> int:
+        """Length of the longest token in characters; in bytes for byte tokens."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens in it are recognised. For templates, never for text of a client."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, never an added token: `<|role_end|>` is text like any other."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def cached_encoder(self, max_characters: int, *, parse_special_tokens: bool) -> CachedEncoder:
+        """`encode` or `encode_plain`, which keeps the token ids of `max_characters` of recent texts."""
+        if parse_special_tokens:
+            return CachedEncoder(self.encode, max_characters, find_cut_pattern(self._tokenizer))
+        return CachedEncoder(self.encode_plain, max_characters, find_cut_pattern(self._plain))
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; invalid bytes become U+FFFD."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int:
+        """The id of the token with exactly this text. Raises: IntegrityError for an unknown token."""
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
+        return int(found)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new detokenizer for one answer."""
+        return Detokenizer(self)
+
+
+class CachedEncoder:
+    """`encode`, which remembers long texts: a document that is asked about again, or the earlier turns of a chat.
+
+    A text is tokenized and kept in blocks that end at matches of `cut` (`find_cut_pattern`), so a text that begins like
+    an earlier one is tokenized only from the first block that differs. With None a text is one block, which only an
+    equal text uses again.
+
+    Blocks of at most `max_characters` together are kept, the most recently used ones; for n characters and m tokens
+    about n to 4 n + 4 m bytes, and 300 bytes a block. A short last block is not kept. Thread-safe.
+    """
+
+    def __init__(
+        self, encode: Callable[[str], Sequence[int]], max_characters: int, cut: re.Pattern[str] | None
+    ) -> None:
+        self._encode = encode
+        self._max_characters = max_characters
+        self._cut = cut
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, array[int]] = OrderedDict()
+        self._num_characters = 0
+
+    def __call__(self, text: str) -> Sequence[int]:
+        """The token ids of `text`."""
+        if len(text) > self._max_characters:
+            return self._encode(text)
+        ids = array("i")
+        for block in blocks(text, self._cut, _BLOCK_CHARACTERS):
+            ids.extend(self._encode_block(block))
+        return ids
+
+    def _encode_block(self, block: str) -> Sequence[int]:
+        """The token ids of `block`, shared by all callers: read only."""
+        if len(block) < _MIN_CACHED_CHARACTERS:
+            return self._encode(block)
+        with self._lock:
+            found = self._entries.get(block)
+            if found is not None:
+                self._entries.move_to_end(block)
+                return found
+        ids = array("i", self._encode(block))
+        with self._lock:
+            if block not in self._entries:
+                self._entries[block] = ids
+                self._num_characters += len(block)
+            while self._num_characters > self._max_characters:
+                self._num_characters -= len(self._entries.popitem(last=False)[0])
+        return ids
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        with self._lock:
+            self._entries.clear()
+            self._num_characters = 0
+
+
+class Detokenizer:
+    """Incremental detokenizer of one answer.
+
+    The concatenated pieces equal `decode` of all ids. A character whose bytes span several tokens is returned whole,
+    with the last of them.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []  # the last ids, starting at a character boundary
+        self._window_text = ""
+        self._shown = 0  # characters of the window's text already returned
+
+    def push(self, token_id: int) -> str:
+        """The text completed by this id: "" for an incomplete character or a special token."""
+        self._window.append(token_id)
+        self._window_text = self._tokenizer.decode(self._window)
+        # An incomplete character decodes to exactly one U+FFFD at the end.
+        is_whole = not self._window_text.endswith(_REPLACEMENT)
+        end = len(self._window_text) if is_whole else len(self._window_text) - 1
+        piece = self._window_text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if is_whole:
+            # Keep one id as context: some decoders treat the first token of a text differently.
+            self._restart(1)
+        elif len(self._window) > _MAX_PENDING_TOKENS:
+            self._restart(_CONTEXT_TOKENS)
+        return piece
+
+    def flush(self) -> str:
+        """The remaining text at the end of the answer: U+FFFD for an incomplete character."""
+        piece = self._window_text[self._shown :]
+        self._window, self._window_text, self._shown = [], "", 0
+        return piece
+
+    def _restart(self, kept: int) -> None:
+        hidden = len(self._window_text) - self._shown
+        self._window = self._window[-kept:]
+        self._window_text = self._tokenizer.decode(self._window)
+        self._shown = len(self._window_text) - hidden

@@ -1,0 +1,349 @@
+"""Loading the bytes of a request's media: data URLs and base64, allowed hosts, allowed folders.
+
+Media are not decoded here. Limits: total bytes per request, time per URL, number of redirects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import logging
+import os
+import re
+import socket
+import ssl
+import stat
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from mingc.errors import RequestError
+from mingc.host import large_arrays
+from mingc.runtime.request import MediaPart, Message, TextPart
+from mingc.server.http.body_decoder import shorten
+from mingc.server.http.long_strings import LongString, decode_base64
+from mingc.server.http.messages import MediaSource
+from mingc.server.http.options import ANY_PUBLIC_HOST, ServeOptions
+
+MAX_REDIRECTS = 3
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_READ_BYTES = 1 << 20
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_MAX_PATH = 4096  # bytes; PATH_MAX of Linux
+_MAX_ADDRESSES = 4  # of one host that are tried
+# Networks that `is_global` treats as public in some version of Python: metadata of Oracle's and Azure's clouds, and
+# IPv6 addresses that stand for an IPv4 one.
+_NOT_PUBLIC_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
+_NOT_PUBLIC_V6 = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))
+
+
+class MediaLoader:
+    """Loads media within the limits of `ServeOptions`. Keeps no connection between requests; may be shared."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._max_bytes = options.max_media_bytes
+        self._timeout_s = options.media_timeout_s
+        self._allows_public = ANY_PUBLIC_HOST in options.allow_media_hosts
+        named = (entry for entry in options.allow_media_hosts if entry != ANY_PUBLIC_HOST)
+        self._hosts = frozenset(_host_and_port(entry) for entry in named)
+        self._root = None if options.media_root is None else options.media_root.resolve()
+        # They log whole URLs at INFO and DEBUG; those of media often carry a signature that grants access.
+        for name in ("httpx", "httpcore"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+    async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
+        """Replace the sources in `messages` by their bytes, one after another.
+
+        Raises:
+            RequestError: with `param` naming the field of the source.
+        """
+        left = self._max_bytes
+        read = []
+        for message in messages:
+            parts: list[TextPart | MediaPart] = []
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    parts.append(part)
+                    continue
+                data = await self._read(part, left)
+                left -= len(data)
+                parts.append(MediaPart(kind=part.kind, data=data, where=part.param))
+            read.append(Message(role=message.role, parts=tuple(parts)))
+        return tuple(read)
+
+    async def _read(self, media: MediaSource, max_bytes: int) -> memoryview:
+        scheme = _SCHEME.match(media.source[:64])
+        name = scheme.group(1).lower() if scheme else ""
+        if name == "data":
+            data = await self._decode_data_url(media, max_bytes)
+        elif media.is_base64:
+            data = await self._decode_base64(media.source, 0, media, max_bytes)
+        elif name and isinstance(media.source, LongString):
+            _refuse(media, f"{_shown(media.source)} is too long for a URL", "invalid_value")
+        elif name in _DEFAULT_PORTS:
+            data = await self._fetch(media, max_bytes)
+        elif name == "" and self._is_bare_base64(media.source):
+            data = await self._decode_base64(media.source, 0, media, max_bytes)
+        elif name in ("", "file"):
+            data = await asyncio.to_thread(self._read_file, media, max_bytes)
+        else:
+            _refuse(media, f"{_shown(media.source)} is not a data:, http: or https: URL", "invalid_value")
+        if not data:
+            _refuse(media, f"The {media.kind} holds no bytes", "empty_media")
+        return data
+
+    def _is_bare_base64(self, source: str) -> bool:
+        """Whether a source without a scheme is base64; a path wins if its name exists under the media root."""
+        if len(source) > _MAX_PATH or isinstance(source, LongString):
+            return True
+        if not _BASE64.fullmatch(source) or len("".join(source.split())) % 4:
+            return False
+        if self._root is None:
+            return True
+        # compared by name only: nothing outside the root is looked up
+        path = Path(os.path.normpath(self._root / source))
+        return not (path.is_relative_to(self._root) and os.path.lexists(path))
+
+    async def _decode_data_url(self, media: MediaSource, max_bytes: int) -> memoryview:
+        header, comma, _ = media.source.partition(",")
+        if not comma or not header.lower().endswith(";base64"):
+            _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
+        mime = header[len("data:") :].split(";")[0].strip().lower()
+        main_type = mime.partition("/")[0]
+        # mp4 and webm clips often say video/… for audio; ogg and octet-stream say application/…
+        fitting = {media.kind, "application", ""} | ({"video"} if media.kind == "audio" else set())
+        if main_type not in fitting:
+            _refuse(media, f"A data URL of type {shorten(mime)} is no {media.kind}", "invalid_data_url")
+        start = len(header) + 1
+        if isinstance(media.source, LongString):  # its header may have escaped slashes
+            start = bytes(media.source.data[:1024]).index(b",") + 1
+        return await self._decode_base64(media.source, start, media, max_bytes)
+
+    async def _decode_base64(self, source: str, start: int, media: MediaSource, max_bytes: int) -> memoryview:
+        """The bytes of base64 in `source` from `start` on."""
+        size = len(source.data if isinstance(source, LongString) else source) - start
+        if size * 3 // 4 > max_bytes + 3:
+            self._too_large(media)
+        try:
+            if isinstance(source, LongString):
+                data = await asyncio.to_thread(decode_base64, source.data[start:], is_escaped=True)
+            else:
+                data = decode_base64(memoryview(source.encode("ascii")[start:]), is_escaped=False)
+        except (binascii.Error, UnicodeEncodeError) as error:
+            _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
+        if len(data) > max_bytes:
+            self._too_large(media)
+        return data
+
+    async def _fetch(self, media: MediaSource, max_bytes: int) -> memoryview:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(media, max_bytes)
+        except TimeoutError as error:
+            _refuse(
+                media, f"{_shown(media.source)} took over {self._timeout_s:g} s", "media_fetch_failed", error
+            )
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
+            why = str(error) or type(error).__name__
+            _refuse(media, f"{_shown(media.source)} cannot be fetched: {why}", "media_fetch_failed", error)
+
+    async def _follow(self, media: MediaSource, max_bytes: int) -> memoryview:
+        url = httpx.URL(media.source)
+        # trust_env off: no proxy, and no password of this host's .netrc is sent to a host that a client chose
+        context = await asyncio.to_thread(_tls_context)
+        async with httpx.AsyncClient(trust_env=False, verify=context) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                is_named = self._check_host(url, media)
+                addresses = await _resolve(url)
+                if not is_named:
+                    _check_public(addresses, url, media)
+                client.cookies.clear()  # they would be kept by address, for other hosts there
+                async with self._get(client, url, addresses[:_MAX_ADDRESSES]) as response:
+                    location = response.headers.get("location")
+                    if response.is_redirect and location:
+                        url = url.join(location)
+                        continue
+                    if response.status_code != 200:
+                        why = f"{_shown(media.source)} answered with status {response.status_code}"
+                        _refuse(media, why, "media_fetch_failed")
+                    if response.headers.get("content-encoding", "identity") != "identity":
+                        why = f"{_shown(media.source)} sends a compressed body"
+                        _refuse(media, why, "media_fetch_failed")
+                    return await self._read_response(response, media, max_bytes)
+        why = f"{_shown(media.source)} redirects more than {MAX_REDIRECTS} times"
+        _refuse(media, why, "media_fetch_failed")
+
+    @asynccontextmanager
+    async def _get(
+        self, client: httpx.AsyncClient, url: httpx.URL, addresses: Sequence[str]
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer to `GET url` from the first of `addresses` that accepts a connection.
+
+        The connection goes to the address itself, so a name that resolves to another one a moment later changes
+        nothing; the certificate is checked against the name.
+        """
+        for index, address in enumerate(addresses):
+            request = client.build_request(
+                "GET",
+                url.copy_with(host=address),
+                headers={
+                    "host": url.netloc.decode("ascii"),
+                    # a compressed body could expand to many times the counted bytes
+                    "accept-encoding": "identity",
+                },
+                timeout=httpx.Timeout(self._timeout_s, connect=self._timeout_s / len(addresses)),
+                extensions={"sni_hostname": url.raw_host.decode("ascii")},
+            )
+            try:
+                response = await client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if index + 1 == len(addresses):
+                    raise
+                continue
+            try:
+                yield response
+            finally:
+                await response.aclose()
+            return
+
+    async def _read_response(
+        self, response: httpx.Response, media: MediaSource, max_bytes: int
+    ) -> memoryview:
+        declared = response.headers.get("content-length", "")
+        if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
+            self._too_large(media)
+        parts: list[bytes] = []
+        size = 0
+        async for chunk in response.aiter_raw():
+            parts.append(chunk)
+            size += len(chunk)
+            if size > max_bytes:
+                self._too_large(media)
+        return await asyncio.to_thread(large_arrays.join, parts)  # 100 MB take tens of milliseconds
+
+    def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
+        """Refuse a host that is not allowed; True if it is allowed by name, False if it is allowed as a public host.
+
+        The URL is parsed by httpx, which also connects, so both see the same host.
+        """
+        if url.scheme not in _DEFAULT_PORTS or url.userinfo:
+            _refuse(media, f"{_shown(str(url))} is not a plain http: or https: URL", "invalid_value")
+        host = url.raw_host.decode("ascii").lower()
+        default_port = _DEFAULT_PORTS[url.scheme]
+        port = url.port or default_port
+        if (host, port) in self._hosts or (port == default_port and (host, None) in self._hosts):
+            return True
+        if not (self._allows_public and host and port == default_port):
+            shown = url.netloc.decode("ascii")
+            _refuse(
+                media,
+                f"Media may not be fetched from {shorten(shown)}: send a data: URL, or have the server started with "
+                f"--allow-media-host {shorten(shown).strip(chr(34))}",
+                "media_host_not_allowed",
+            )
+        return False
+
+    def _read_file(self, media: MediaSource, max_bytes: int) -> memoryview:
+        if self._root is None:
+            why = "Local paths are not allowed: send base64, or have the server started with --media-root"
+            _refuse(media, f"{shorten(media.source)} is a path. {why}", "local_media_not_allowed")
+        text = media.source
+        if text[:5].lower() == "file:":
+            parts = urlsplit(text)
+            if parts.netloc not in ("", "localhost"):
+                _refuse(media, f"{shorten(text)} names another host", "local_media_not_allowed")
+            text = unquote(parts.path)
+        try:
+            path = (self._root / text).resolve()
+            # the same message whether or not the path exists, so files outside the root cannot be probed
+            if not path.is_relative_to(self._root):
+                _refuse(
+                    media, f"{shorten(media.source)} is not under --media-root", "local_media_not_allowed"
+                )
+            return self._read_regular(path, media, max_bytes)
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a cycle of links
+            why = (error.strerror if isinstance(error, OSError) else None) or "not a path"
+            _refuse(media, f"{shorten(media.source)} cannot be read: {why}", "media_not_found", error)
+
+    def _read_regular(self, path: Path, media: MediaSource, max_bytes: int) -> memoryview:
+        # NONBLOCK: opening a pipe must not wait for a writer; NOFOLLOW: `path` is resolved, a link is a swap
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                _refuse(media, f"{shorten(media.source)} is not a file", "media_not_found")
+            parts: list[bytes] = []
+            size = 0
+            while chunk := file.read(_READ_BYTES):
+                parts.append(chunk)
+                size += len(chunk)
+                if size > max_bytes:
+                    self._too_large(media)
+            return large_arrays.join(parts)
+
+    def _too_large(self, media: MediaSource) -> NoReturn:
+        raise RequestError(
+            f"The media of this request are larger than {self._max_bytes} bytes.",
+            status=413,
+            param=media.param,
+            code="media_too_large",
+        )
+
+
+def _host_and_port(entry: str) -> tuple[str, int | None]:
+    """`[::1]:80` → ("::1", 80); `example.com` → ("example.com", None). The entry was checked by ServeOptions."""
+    parts = urlsplit(f"//{entry}")
+    return (parts.hostname or "").lower(), parts.port
+
+
+@cache
+def _tls_context() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)  # reads all root certificates: 50 ms
+
+
+async def _resolve(url: httpx.URL) -> list[str]:
+    """Addresses of the URL's host in the order to try them. Raises: OSError when it has none."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        url.raw_host.decode("ascii"), url.port or _DEFAULT_PORTS[url.scheme], type=socket.SOCK_STREAM
+    )
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _check_public(addresses: Sequence[str], url: httpx.URL, media: MediaSource) -> None:
+    """Refuse a host with an address that is not public."""
+    for address in addresses:
+        if not is_public(address):
+            shown = shorten(url.netloc.decode("ascii"))
+            _refuse(
+                media,
+                f"Media may not be fetched from {shown}: its address is not public. Send a data: URL",
+                "media_host_not_allowed",
+            )
+
+
+def is_public(text: str) -> bool:
+    """Whether an address belongs to the public internet: not private, loopback, link-local, metadata or embedded."""
+    address: IPv4Address | IPv6Address = ip_address(text)
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    refused = _NOT_PUBLIC_V4 if isinstance(address, IPv4Address) else _NOT_PUBLIC_V6
+    return address.is_global and not address.is_multicast and not any(address in each for each in refused)
+
+
+def _shown(source: str) -> str:
+    """A source for an error message: a URL without user, query and fragment, which may contain secrets."""
+    head, separator, rest = source.partition("://")
+    if separator:
+        authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]
+        rest = authority.rpartition("@")[2] + re.split(r"[?#]", rest[len(authority) :], maxsplit=1)[0]
+    return shorten(head + separator + rest)
+
+
+def _refuse(media: MediaSource, message: str, code: str, cause: Exception | None = None) -> NoReturn:
+    raise RequestError(f"{message}.", param=media.param, code=code) from cause

@@ -1,0 +1,419 @@
+"""Parsing of chat and speech requests: decoded bodies are checked against the artifact and become typed parameters.
+
+Nothing is fetched or decoded here: media stay the strings the client sent (`mingc.server.http.media` reads them).
+Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `tools: []`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import msgspec
+
+from mingc.errors import RequestError
+from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
+from mingc.server.http.audio_format import AudioFormat
+from mingc.server.http.body_decoder import (
+    BodyDecoder,
+    decode_small,
+    missing,
+    out_of_range,
+    shorten,
+    too_long,
+    wrong_type,
+)
+from mingc.server.http.messages import MediaSource, parse_messages
+from mingc.server.http.options import ServeOptions
+from mingc.server.http.request_schemas import ChatBody, SpeechBody, SpeechFields
+
+Delivery = Literal["whole", "audio", "sse"]
+
+_CHAT_DECODER = BodyDecoder(
+    ChatBody,
+    text_fields=frozenset({"content", "text", "transcript"}),
+    media_fields=frozenset({"url", "data", "images", "audios", "videos"}),
+)
+_SPEECH_DECODER = BodyDecoder(SpeechBody, text_fields=frozenset({"input"}))
+
+# Fields that other APIs define: (why they are refused, values that request nothing).
+_CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "n": ("one choice is generated per request", (1,)),
+    "tools": ("tool calls are not implemented", ([],)),
+    "tool_choice": ("tool calls are not implemented", ("none", "auto")),
+    "parallel_tool_calls": ("tool calls are not implemented", (False, True)),
+    "functions": ("tool calls are not implemented", ([],)),
+    "function_call": ("tool calls are not implemented", ("none", "auto")),
+    "logprobs": ("log probabilities are not returned", (False,)),
+    "top_logprobs": ("log probabilities are not returned", (0,)),
+    "logit_bias": ("logits are not biased", ({},)),
+    "response_format": ("the text is not constrained", ({"type": "text"},)),
+    "frequency_penalty": ("use 'repetition_penalty'", (0,)),
+    "presence_penalty": ("use 'repetition_penalty'", (0,)),
+    "prediction": ("predicted outputs are not used", ()),
+    "moderation": ("nothing is moderated here", ()),
+    "web_search_options": ("nothing is searched here", ()),
+    "reasoning_effort": ("use 'thinking': true or false", ("none",)),
+    "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
+    "image_generation": ("images are not generated", ()),
+    "stage_sampling": ("stages have no sampling of their own", ({},)),
+    "stage_params": ("stages have no parameters of their own", ({},)),
+    "best_of": ("one choice is generated per request", (1,)),
+    "use_beam_search": ("there is no beam search", (False,)),
+    "length_penalty": ("there is no beam search", (1,)),
+    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
+    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
+    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
+    "prompt_logprobs": ("log probabilities are not returned", (0,)),
+    "allowed_token_ids": ("logits are not biased", ()),
+    "bad_words": ("logits are not biased", ([],)),
+    "logits_processors": ("logits are not biased", ([],)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
+    "echo": ("an answer does not repeat the prompt", (False,)),
+    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
+    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
+    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
+    "chat_template": ("the artifact's own template is used", ()),
+    "documents": ("put the text into a message", ([],)),
+    "mm_processor_kwargs": ("use 'video_fps' and its neighbours", ({},)),
+    "structured_outputs": ("the text is not constrained", ({},)),
+    "guided_json": ("the text is not constrained", ()),
+    "guided_regex": ("the text is not constrained", ()),
+    "guided_choice": ("the text is not constrained", ()),
+    "guided_grammar": ("the text is not constrained", ()),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
+    "priority": ("requests are served in their order", (0,)),
+}
+_SPEECH_REFUSED = (
+    "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
+    "initial_codec_chunk_frames", "extra_params", "word_timestamps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedChat:
+    """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
+
+    messages: tuple[Message[MediaSource], ...]
+    sampling: SamplingParams
+    speech: SpeechParams | None
+    audio_format: AudioFormat
+    video: VideoParams
+    thinking: bool
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedSpeech:
+    """A parsed speech request. `delivery`: one body with its length, raw chunks, or server-sent events."""
+
+    text: str
+    speech: SpeechParams = field(default_factory=SpeechParams)
+    audio_format: AudioFormat = "wav"
+    delivery: Delivery = "whole"
+
+
+def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
+    """Decode and check the body of a chat request.
+
+    Raises:
+        RequestError: with `param` naming the first field that is wrong.
+    """
+    if not info.has_text:
+        raise RequestError(
+            f"Model '{info.model}' was exported without its thinker: it cannot chat. It serves /v1/audio/speech.",
+            param="model",
+            code="unsupported_model",
+        )
+    body = _CHAT_DECODER.decode(raw)
+    _check_model(body.model, info)
+    messages = parse_messages(body, info)
+    audio_format, speech = _audio(body, info, options)
+    sampling = _sampling(body)
+    if speech is not None and speech.seed is None:
+        speech = replace(speech, seed=sampling.seed)
+    parsed = ParsedChat(
+        messages=messages,
+        sampling=sampling,
+        speech=speech,
+        audio_format=audio_format,
+        video=_video(body),
+        thinking=_thinking(body),
+        stream=body.stream or False,
+        include_usage=_include_usage(body),
+    )
+    for name, (why, neutral) in _CHAT_REFUSED.items():
+        _refuse(body, name, why, unless=neutral)
+    return parsed
+
+
+def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
+    """Decode and check the body of a speech request.
+
+    Raises:
+        RequestError: with `param` naming the first field that is wrong.
+    """
+    if not info.has_speech:
+        raise _no_speech(info, "model", "unsupported_model")
+    body = _SPEECH_DECODER.decode(raw)
+    _check_model(body.model, info)
+    if body.input is None:
+        raise missing("input")
+    if len(body.input) > options.max_speech_characters:
+        raise too_long("input", options.max_speech_characters)
+    if not body.input.strip():
+        raise RequestError(
+            "'input' is empty: there is nothing to speak.", param="input", code="invalid_value"
+        )
+    for name in _SPEECH_REFUSED:
+        _refuse(body, name, "the talker has no such input")
+    return ParsedSpeech(
+        text=body.input,
+        speech=_speech_params(body, info, options, ""),
+        audio_format="pcm16" if body.response_format == "pcm" else body.response_format or "wav",
+        delivery=_delivery(body),
+    )
+
+
+def unknown_model(name: str, info: ServiceInfo) -> RequestError:
+    return RequestError(
+        f"The model {shorten(name)} does not exist; this server serves '{info.model}'.",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _check_model(model: str | None, info: ServiceInfo) -> None:
+    """A request without a model uses the served one."""
+    if model is not None and model not in info.names:
+        raise unknown_model(model, info)
+
+
+def _no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality") -> RequestError:
+    return RequestError(
+        f"Model '{info.model}' was exported without its talker: it cannot speak. It serves /v1/chat/completions "
+        'with "modalities": ["text"].',
+        param=param,
+        code=code,
+    )
+
+
+def _refuse(
+    body: ChatBody | SpeechFields, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
+) -> None:
+    """Refuse a known but unsupported field, except with a value that requests nothing."""
+    raw: msgspec.Raw = getattr(body, name)
+    if not raw:
+        return
+    value = decode_small(raw)
+    # `1 == True` in Python, not in JSON
+    neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
+    if value is not None and not neutral:
+        raise RequestError(
+            f"'{prefix}{name}' is not supported: {why}.", param=prefix + name, code="unsupported_parameter"
+        )
+
+
+def _audio(
+    body: ChatBody, info: ServiceInfo, options: ServeOptions
+) -> tuple[AudioFormat, SpeechParams | None]:
+    """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
+    if body.modalities == []:
+        raise RequestError(
+            "'modalities' is empty, but an answer has at least text: send ['text'].",
+            param="modalities",
+            code="invalid_value",
+        )
+    modalities = body.modalities or ["text"]
+    if not info.has_speech and ("audio" in modalities or body.audio is not None):
+        raise _no_speech(info, "modalities" if "audio" in modalities else "audio")
+    able = "['text'] or ['text', 'audio']" if info.has_speech else "['text']"
+    for index, modality in enumerate(modalities):
+        if modality not in ("text", "audio"):
+            raise RequestError(
+                f"This artifact cannot answer with the modality {shorten(modality)}: use {able}.",
+                param=f"modalities[{index}]",
+                code="unsupported_modality",
+            )
+    if "text" not in modalities:
+        raise RequestError(
+            "'modalities' must contain 'text': speech is generated from the text of the answer.",
+            param="modalities",
+            code="unsupported_modality",
+        )
+    audio = body.audio
+    if "audio" not in modalities:
+        if audio is not None:
+            raise RequestError(
+                "'audio' is given, but 'modalities' does not request audio: send ['text', 'audio'].",
+                param="audio",
+                code="invalid_value",
+            )
+        return "wav", None
+    if audio is None:
+        return "wav", SpeechParams(voice=info.default_voice)
+    return audio.format or "wav", _speech_params(audio, info, options, "audio.")
+
+
+def _speech_params(
+    fields: SpeechFields, info: ServiceInfo, options: ServeOptions, prefix: str
+) -> SpeechParams:
+    """Speech parameters; `prefix` is the path of `fields` in error messages."""
+    natural = "speech is generated at its natural speed: use 'instructions'"
+    _refuse(fields, "speed", natural, unless=(1,), prefix=prefix)
+    rate = f"audio is generated at {info.sample_rate} Hz"
+    _refuse(fields, "sample_rate", rate, unless=(info.sample_rate,), prefix=prefix)
+    instructions = fields.instructions
+    if instructions is not None and len(instructions) > options.max_instructions_characters:
+        raise too_long(f"{prefix}instructions", options.max_instructions_characters)
+    return SpeechParams(
+        voice=_voice(fields, info, f"{prefix}voice"),
+        instructions=instructions if instructions and instructions.strip() else None,
+        seed=_seed(fields.seed, f"{prefix}seed"),
+        max_steps=_alias(fields, "max_steps", "max_new_tokens", prefix),
+        guidance=fields.guidance,
+        sigma=fields.sigma,
+        temperature=fields.temperature,
+    )
+
+
+def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
+    """`voice` as a name or as OpenAI's `{"id": name}`."""
+    if fields.voice is None:
+        return info.default_voice
+    name = fields.voice if isinstance(fields.voice, str) else fields.voice.id
+    if name not in info.voices:
+        voices = ", ".join(info.voices) or "none"
+        raise RequestError(
+            f"Unknown voice {shorten(name)}; this artifact has: {voices}.", param=param, code="unknown_voice"
+        )
+    return name
+
+
+def _integer(value: int | float | None, param: str) -> int | None:
+    """An integer; 4.0 counts as 4, because JSON does not distinguish them."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise wrong_type(param, "an integer", value)
+        return int(value)
+    return value
+
+
+def _seed(value: int | float | None, param: str) -> int | None:
+    """Any signed 64-bit integer, as OpenAI allows; negative ones become their two's complement: 0 ≤ seed < 2^64."""
+    seed = _integer(value, param)
+    low, high = -(1 << 63), (1 << 64) - 1
+    if seed is None:
+        return None
+    if not low <= seed <= high:
+        raise out_of_range(param, f"between {low} and {high}", seed)
+    return seed % (1 << 64)
+
+
+def _sampling(body: ChatBody) -> SamplingParams:
+    """Sampling parameters. An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
+    default = SamplingParams()
+
+    def number(value: float | None, fallback: float) -> float:
+        return fallback if value is None else value
+
+    max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
+    min_tokens = _integer(body.min_tokens, "min_tokens") or default.min_tokens
+    if min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' is {min_tokens}, more than 'max_tokens' ({max_tokens}).",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    stop_token_ids = [
+        _integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
+    ]
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=number(body.temperature, default.temperature),
+        top_p=number(body.top_p, default.top_p),
+        top_k=max(_integer(body.top_k, "top_k") or default.top_k, 0),
+        min_p=number(body.min_p, default.min_p),
+        repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
+        stop=_stop(body.stop),
+        stop_token_ids=tuple(token for token in stop_token_ids if token is not None),
+        min_tokens=min_tokens,
+        ignore_eos=body.ignore_eos or False,
+        seed=_seed(body.seed, "seed"),
+    )
+
+
+def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
+    """One positive count under two names; both may be given when they agree."""
+    first = _integer(getattr(fields, name), prefix + name)
+    second = _integer(getattr(fields, other), prefix + other)
+    if first is not None and second is not None and first != second:
+        raise RequestError(
+            f"'{name}' is {first} and '{other}' is {second}; they mean the same, send one.",
+            param=prefix + other,
+            code="invalid_value",
+        )
+    return first if first is not None else second
+
+
+def _stop(value: str | list[str] | None) -> tuple[str, ...]:
+    stop = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if "" in stop:
+        why = "'stop' holds an empty string, which would stop at once."
+        raise RequestError(why, param="stop", code="invalid_value")
+    return stop
+
+
+def _thinking(body: ChatBody) -> bool:
+    """`thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
+    switches = body.chat_template_kwargs
+    given = {"thinking": body.thinking}
+    if switches is not None:
+        given["chat_template_kwargs.enable_thinking"] = switches.enable_thinking
+        given["chat_template_kwargs.thinking"] = switches.thinking
+    stated = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in stated[1:]:
+        if value != stated[0][1]:
+            raise RequestError(
+                f"'{stated[0][0]}' and '{name}' contradict each other; they mean the same, send one.",
+                param=name,
+                code="invalid_value",
+            )
+    return bool(stated and stated[0][1])
+
+
+def _include_usage(body: ChatBody) -> bool:
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise RequestError(
+            "'stream_options' is only allowed with 'stream': true.",
+            param="stream_options",
+            code="invalid_value",
+        )
+    return body.stream_options.include_usage or False
+
+
+def _video(body: ChatBody) -> VideoParams:
+    return VideoParams(
+        fps=body.video_fps,
+        max_frames=_integer(body.video_max_frames, "video_max_frames"),
+        min_pixels=_integer(body.video_min_pixels, "video_min_pixels"),
+        max_pixels=_integer(body.video_max_pixels, "video_max_pixels"),
+        total_pixels=_integer(body.video_total_pixels, "video_total_pixels"),
+    )
+
+
+def _delivery(body: SpeechBody) -> Delivery:
+    """`stream_format` requests a stream (OpenAI's way), and so does `stream: true` (other servers' way)."""
+    if body.stream is False and body.stream_format is not None:
+        raise RequestError(
+            f"'stream' is false, but 'stream_format' requests a stream ('{body.stream_format}').",
+            param="stream",
+            code="invalid_value",
+        )
+    return body.stream_format or ("audio" if body.stream else "whole")
