@@ -534,7 +534,8 @@ def serve_command(
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
         from mingc.console.report import show
-        from mingc.runtime.service.builder import EngineOptions, open_service
+        from mingc.runtime.service.builder import open_service
+        from mingc.runtime.service.options import EngineOptions
         from mingc.server.http.api_keys import ApiKeys
         from mingc.server.http.connections import connection_limit
         from mingc.server.http.logs import configure_logging

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mingc.errors import ConfigError
-from mingc.runtime.service.builder import EngineOptions
+from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
 
 WHERE = "arguments of mingc.deploy.ray:app"

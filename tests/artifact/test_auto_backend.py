@@ -31,7 +31,8 @@ from mingc.probe import engine_trial
 from mingc.probe.stopwatch import processor_name
 from mingc.runtime.engines import backends
 from mingc.runtime.engines.base import Engine
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
+from mingc.runtime.service.options import EngineOptions
 
 NO_COMPILER = "left out, as it compiles for minutes"
 TOO_LARGE = "its gathers are too large"

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from mingc.artifacts.artifact import open_artifact
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams, TextDelta
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.verify.served.cases import read_goldens
 from mingc.verify.served.conversion import decoded_messages
 

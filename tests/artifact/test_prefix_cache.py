@@ -26,8 +26,9 @@ from PIL import Image
 
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.request import Done, MediaPart, Message, SamplingParams, TextDelta, TextPart
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.worker import StepOptions
 
 PAGE = 16

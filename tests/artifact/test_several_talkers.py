@@ -20,8 +20,9 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.errors import ConfigError
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.request import AudioDelta, Event, SpeechParams, SpeechRequest
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import read_goldens
 from mingc.verify.served.replay import ServedReplay

@@ -22,7 +22,8 @@ from mingc.artifacts.tensorrt_engine import read_engine
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError
 from mingc.export.compile import schedule
 from mingc.host.machine import Host, current_host
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
+from mingc.runtime.service.options import EngineOptions
 
 STAND_IN = REPOSITORY / "tests" / "support" / "tensorrt_rtx_stand_in"
 TOY = REPOSITORY / "tests" / "plugins" / "toy"

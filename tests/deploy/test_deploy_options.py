@@ -23,7 +23,7 @@ from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.ray import build_application
 from mingc.errors import ArtifactError, ConfigError
-from mingc.runtime.service.builder import EngineOptions
+from mingc.runtime.service.options import EngineOptions
 
 
 def test_strings_and_typed_values_mean_the_same() -> None:

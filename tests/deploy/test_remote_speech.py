@@ -27,8 +27,9 @@ from mingc.runtime.request import (
     TextDelta,
     TextPart,
 )
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 
 CHAT = ChatRequest(
     request_id="chat",

@@ -35,8 +35,8 @@ from mingc.runtime.request import (
     TextDelta,
     Usage,
 )
-from mingc.runtime.service.builder import EngineOptions
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.metrics import Metrics
 from mingc.server.http.options import ServeOptions
 

@@ -69,8 +69,9 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
 from mingc.runtime.service import builder, preprocessing
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.worker import StepOptions
 

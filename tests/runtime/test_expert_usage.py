@@ -26,8 +26,9 @@ from mingc.errors import ConfigError
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.expert_usage import ExpertUsage
 from mingc.runtime.thinker.startup import create_worker

@@ -17,8 +17,9 @@ from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import TokenItem
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.worker import StepOptions
 

@@ -14,7 +14,8 @@ import httpx
 from server_thread import run_server
 
 import mingc
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.startup import StartupClock
 
 PACKAGE = Path(mingc.__file__).parent

@@ -34,7 +34,6 @@ from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import (
-    EngineOptions,
     _audio_encoder,
     _check_policy,
     _devices,
@@ -50,6 +49,7 @@ from mingc.runtime.service.builder import (
 )
 from mingc.runtime.service.memory import MemoryAccount
 from mingc.runtime.service.omni import SpeechPipeline
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
 

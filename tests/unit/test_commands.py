@@ -36,7 +36,7 @@ from mingc.export.recipe import ExportRecipe
 from mingc.plan import Load
 from mingc.probe import baseline, engine_trial, prober
 from mingc.runtime.service import builder
-from mingc.runtime.service.builder import EngineOptions
+from mingc.runtime.service.options import EngineOptions
 from mingc.server.http import logs, server
 from mingc.verify import engine_replay, verification
 from mingc.verify.served import record

@@ -118,7 +118,8 @@ class Slow(FakeService):
             await asyncio.sleep(1)
 
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
-builder.EngineOptions = lambda **given: make_dataclass("EngineOptions", given)(**given)
+options = sys.modules["mingc.runtime.service.options"] = types.ModuleType("options")
+options.EngineOptions = lambda **given: make_dataclass("EngineOptions", given)(**given)
 builder.open_service = lambda *_: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,20 +5,16 @@ The stages are found in the stage graph, by walking back from the ports of the c
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import math
-import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mingc.artifacts.artifact import Artifact, check_hashes, fingerprint_problems, open_artifact
-from mingc.artifacts.engine_choice import parse_choice
 from mingc.artifacts.manifest import Fingerprint, Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -34,10 +30,9 @@ from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, ServeError
 from mingc.host.machine import current_host, gpu_target
 from mingc.media.audio import AudioFeatures
-from mingc.media.decoder_pool import DEFAULT_TIMEOUT_S, DecoderPool
+from mingc.media.decoder_pool import DecoderPool
 from mingc.media.image import VisionFeatures
-from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.runtime.encoders.cache import DEFAULT_BYTES, EncoderCache
+from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.engines.choice import with_engines
@@ -47,6 +42,7 @@ from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.memory import HOST, MemoryAccount, free_bytes
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.group import TalkerGroup
@@ -55,150 +51,18 @@ from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
-from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S, RankGroup
+from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
 from mingc.runtime.thinker.startup import create_worker
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWorker
+from mingc.runtime.thinker.worker import ThinkerWorker
 
 log = logging.getLogger("mingc.startup")
 
 _MIN_KV_TOKENS = 16384
 # Of the memory that is free after everything else is loaded; the rest is for CUDA graphs and buffers of thinker steps.
 _CUDA_KV_SHARE = 0.8
-# What the command line calls the options that it has.
-_OPTIONS = {
-    "tp": "--tp",
-    "max_total_tokens": "--max-total-tokens",
-    "max_waiting": "--max-queue",
-    "max_speech_seqs": "--max-speech-seqs",
-    "talker_devices": "--talker-device",
-    "speech_lead": "--speech-lead",
-    "num_torch_threads": "--threads",
-    "step_timeout_s": "--step-timeout",
-    "encoder_cache": "--encoder-cache",
-    "max_media_memory": "--max-media-memory",
-    "media_decode_timeout_s": "--media-decode-timeout",
-    "expert_usage_interval_s": "--expert-usage-interval",
-}
 _PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
-_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 _CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts of 8,000 tokens, at most 32 MiB
-_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
-# More than any machine has; beyond it torch's and the clock's numbers end.
-_MOST = {
-    "max_total_tokens": 1 << 40,
-    "speech_lead": 10**6,
-    "num_torch_threads": 1024,
-    "step_timeout_s": 10**9,
-    "expert_usage_interval_s": 10**9,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineOptions:
-    """How an artifact is run.
-
-    Attributes:
-        tp: ranks of the thinker; None takes what the artifact was exported for, anything else must equal it.
-        max_total_tokens: capacity of the thinker's KV pages in tokens, for all requests together; None: chosen
-            automatically.
-        max_running: requests the thinker works on at once; None is the largest decode batch.
-        max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments that each talker generates concurrently; None is its largest batch. Paced speech may
-            have more, because each stream takes part in only a few patches.
-        talker_devices: `cpu` or `cuda:N` for each talker; none: one talker on the thinker's first device. One of the
-            talkers speaks each answer.
-        speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
-        max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least
-            `max_speech_seqs`.
-        max_pending_patches: patches a client may leave unread before its speech pauses.
-        num_preprocess_threads: threads that decode media and prepare prompts.
-        num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
-        step_timeout_s: time after which a step of the thinker's ranks counts as hanging, which ends the service.
-        check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
-        served_model_names: names of the model for clients, the first in responses; none: the name given at export.
-        max_media_memory: bytes of host memory for decoding the media of one request. Each of the
-            `num_preprocess_threads` has a decoder process, so the total is that many times larger.
-        media_decode_timeout_s: time for decoding one medium.
-        parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
-        steps: which steps the thinker's workers run.
-        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
-            counted.
-        talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
-        prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and
-            token ids of the same texts.
-        encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
-        loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
-        engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        target: the target whose engines are run, if the artifact has several; None: the one that this machine selects.
-    """
-
-    tp: int | None = None
-    max_total_tokens: int | None = None
-    max_running: int | None = None
-    max_waiting: int = 128
-    max_speech_seqs: int | None = None
-    talker_devices: tuple[str, ...] = ()
-    speech_lead: int = 3
-    max_prefills_per_patch: int = 16
-    max_streams: int = 256
-    max_pending_patches: int = 128
-    num_preprocess_threads: int = 2
-    num_torch_threads: int | None = None
-    step_timeout_s: float = STEP_TIMEOUT_S
-    check_hashes: bool = False
-    served_model_names: tuple[str, ...] = ()
-    parse_special_tokens: bool = False
-    max_media_memory: int = DEFAULT_MEDIA_BYTES
-    media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
-    steps: StepOptions = DEFAULT_STEPS
-    expert_usage_interval_s: float = 0.0
-    talker_depth: int | None = None
-    prefix_cache: bool = True
-    encoder_cache: int = DEFAULT_BYTES
-    loads_speech: bool = True
-    engines: tuple[str, ...] = ()
-    target: str | None = None
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
-            for field in dataclasses.fields(self)
-            for least in (0 if field.name in _MAY_BE_ZERO else 1,)
-            if isinstance(value := getattr(self, field.name), int)
-            and not isinstance(value, bool)
-            and value < least
-        ]
-        for name in ("step_timeout_s", "media_decode_timeout_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
-        if not 0 <= self.expert_usage_interval_s < math.inf:
-            value = self.expert_usage_interval_s
-            problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")
-        for name, most in _MOST.items():
-            if (value := getattr(self, name)) is not None and math.inf > value > most:
-                problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
-        try:
-            parse_choice(self.engines)
-        except ConfigError as error:
-            problems.append(error.message)
-        for name in self.talker_devices:
-            if not _DEVICE.fullmatch(name):
-                problems.append(
-                    f"--talker-device {name!r} is neither cpu nor a GPU; write cuda:0 for the first"
-                )
-            elif name != "cpu" and self.talker_devices.count(name) > 1:
-                problems.append(f"--talker-device names {name} more than once; write each GPU once")
-        for name in self.served_model_names:
-            if not name.strip():
-                problems.append("--served-model-name is empty")
-            elif not name.isprintable():
-                problems.append(f"--served-model-name {name!r} contains characters that cannot be printed")
-        if problems:
-            raise ConfigError(
-                "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
-            )
 
 
 def open_service(
@@ -649,7 +513,7 @@ def _talker_devices(options: EngineOptions, manifest: Manifest) -> list[torch.de
     Raises: ConfigError for talkers that the artifact has not, another kind of device than its engines run on, or a GPU
         that is not visible; IncompatibleError when its engines do not run on one of the GPUs.
     """
-    option, asked = _OPTIONS["talker_devices"], ",".join(options.talker_devices)
+    option, asked = "--talker-device", ",".join(options.talker_devices)
     if not asked:
         return []
     recorded = manifest.fingerprint
@@ -674,7 +538,7 @@ def _talker_devices(options: EngineOptions, manifest: Manifest) -> list[torch.de
 
 def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
     """Raises: ConfigError when the GPU is not visible, IncompatibleError when the engines do not run on it."""
-    option = _OPTIONS["talker_devices"]
+    option = "--talker-device"
     visible = torch.cuda.device_count()
     if device.index >= visible:
         raise ConfigError(

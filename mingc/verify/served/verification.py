@@ -13,8 +13,9 @@ from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
-from mingc.runtime.service.builder import EngineOptions, open_service
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.worker import StepOptions
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
