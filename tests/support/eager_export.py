@@ -12,9 +12,21 @@ from pathlib import Path
 import torch
 from mingc_command import CACHE, CHECKPOINT, EAGER, REPOSITORY, mingc
 
-# What serves or checks an artifact does not decide what is in it. The prompts of its served goldens come from `runtime`
+# What serves or checks an artifact does not decide what is in it. The prompts of its served goldens come from `prompts`
 # but must not change with a bug planted there.
-_LATER = ("runtime", "verify", "probe", "bundles", "console", "deploy", "cli.py", "doctor.py", "plan.py")
+_LATER = (
+    "runtime",
+    "server",
+    "media",
+    "prompts",
+    "text",
+    "verify",
+    "probe",
+    "bundles",
+    "console",
+    "commands",
+    "deploy",
+)
 _RECORDING = {f"verify/served/{name}.py" for name in ("cases", "conversion", "record", "requests")}
 
 
@@ -49,8 +61,9 @@ def _key(options: tuple[object, ...], checkpoint: Path) -> str:
         for path in package.rglob("*")
         if path.suffix
         and (
-            path.relative_to(package).parts[0] not in _LATER
+            path.relative_to(package).parts[0] not in (*_LATER, "cli.py")
             or path.relative_to(package).as_posix() in _RECORDING
+            or path.is_relative_to(package / "media" / "dsp")
         )
     ]
     digest = hashlib.sha256(
