@@ -138,7 +138,7 @@ def main() -> None:
             same = _spoken_answer(trial, url) == spoken
         trial.note("start_script_answers_as_folder", float(same), "1: the same text and samples")
         if given.image:
-            same = _answer_of_container(trial, given.image, site) == spoken
+            same = _answer_of_container(trial, given.image, site, work) == spoken
             trial.note("container_answers_as_folder", float(same), "1: the same text and samples")
         trial.note_load("at_end")
     if given.json is not None:
@@ -180,8 +180,8 @@ def _install(trial: Trial, bundle: Path, folder: Path) -> None:
     trial.note("distributions", len(listed), "installed, pip and setuptools included")
 
 
-def _spoken_answer(trial: Trial, url: str) -> tuple[str, bytes]:
-    """Text and audio of one chat answer."""
+def _spoken_answer(trial: Trial, url: str, key: str = "") -> tuple[str, bytes]:
+    """Text and audio of one chat answer; `key`: an API key."""
     body = {
         "messages": [{"role": "user", "content": "Say hello."}],
         "modalities": ["text", "audio"],
@@ -189,7 +189,7 @@ def _spoken_answer(trial: Trial, url: str) -> tuple[str, bytes]:
         "max_tokens": 8,
         "seed": 7,
     }
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     started = time.perf_counter()
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
@@ -199,8 +199,10 @@ def _spoken_answer(trial: Trial, url: str) -> tuple[str, bytes]:
     return text, audio.encode()
 
 
-def _answer_of_container(trial: Trial, base: str, site: Path) -> tuple[str, bytes]:
-    """Build the Containerfile in the unpacked bundle and ask the server inside."""
+def _answer_of_container(trial: Trial, base: str, site: Path, folder: Path) -> tuple[str, bytes]:
+    """Build the Containerfile in the unpacked bundle and ask the server inside, which requires an API key."""
+    keys = folder / "api-keys"
+    keys.write_text("trial\n")
     own = dict(os.environ)
     # chroot isolation keeps the network that it is started in, which _check_offline found without a route.
     build = ("buildah", "bud", "--isolation=chroot", "--pull-never", "--build-arg", f"BASE={base}")
@@ -210,9 +212,10 @@ def _answer_of_container(trial: Trial, base: str, site: Path) -> tuple[str, byte
     try:
         inspected = json.loads(trial.run("inspect", "buildah", "inspect", container, environment=own))
         entry = inspected["OCIv1"]["config"]["Entrypoint"]
-        run = ("buildah", "run", "--isolation=chroot", container, "--", *entry, "--port", 0)
+        mount = ("--volume", f"{keys}:/run/secrets/mingc-api-keys:ro")
+        run = ("buildah", "run", "--isolation=chroot", *mount, container, "--", *entry, "--port", 0)
         with trial.serving("container", *run, "--drain-seconds", 0, environment=own) as url:
-            return _spoken_answer(trial, url)
+            return _spoken_answer(trial, url, "trial")
     finally:
         trial.run("remove", "buildah", "rm", container, environment=own)
         trial.run("remove_image", "buildah", "rmi", tag, environment=own)

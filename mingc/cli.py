@@ -831,12 +831,6 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
 @click.option(
     "--model-licence", type=_PATH, show_default="none", help="Add this file as the licence of the weights."
 )
-@click.option(
-    "--oci",
-    type=_PATH,
-    show_default="none",
-    help="Also write the bundle to this new folder as an OCI image layout, one uncompressed layer per file.",
-)
 @_common
 def pack_command(
     as_json: bool,
@@ -846,7 +840,6 @@ def pack_command(
     wheels: Path | None,
     takes_tensorrt: bool,
     model_licence: Path | None,
-    oci: Path | None,
 ) -> int:
     """Write the folder ARTIFACT to the one file OUTPUT.
 
@@ -856,18 +849,13 @@ def pack_command(
     """
     from mingc.artifacts.artifact import open_unchecked
     from mingc.bundles.deployment import deployment_files
-    from mingc.bundles.oci import check_new, write_oci
     from mingc.bundles.packing import pack
     from mingc.console.report import show
 
     log = step_logger("pack")
-    if oci is not None:
-        check_new(oci)
     manifest = open_unchecked(artifact).manifest
     extras = deployment_files(manifest, wheels, model_licence, takes_tensorrt=takes_tensorrt)
     report = pack(artifact, output, extras, replace_existing=force, log=log)
-    if oci is not None:
-        show(write_oci(output, oci, log=log), as_json=False, stream=sys.stderr)
     show(report, as_json=as_json)
     return 0
 
@@ -990,54 +978,8 @@ def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) ->
 def doctor_command(as_json: bool, artifacts: tuple[Path, ...], strict: bool) -> int:
     """Report what works on this machine and, for each stage of ARTIFACTS, whether it would be served."""
     from mingc.console.report import show
-    from mingc.doctor import examine
+    from mingc.commands.doctor_report import examine
 
     result = examine(artifacts)
     show(result, as_json=as_json)
     return EXIT_FOUND_PROBLEMS if strict and not result.is_clean else 0
-
-
-@commands.command("demo")
-@click.option("--output", type=_PATH, default=Path("demo"), help="Folder of the artifact and the answer.")
-@click.option(
-    "--checkpoint",
-    type=_PATH,
-    default=None,
-    show_default="tests/data/tiny-ming",
-    help="Checkpoint to export.",
-)
-@click.option("--force", is_flag=True, help="Export again even if the artifact is there.")
-@_common
-def demo_command(as_json: bool, output: Path, checkpoint: Path | None, force: bool) -> int:
-    """Export a tiny model, serve it, and request an answer about a picture and a spoken clip."""
-    from mingc.console.report import show
-    from mingc.demo import run_demo
-
-    show(run_demo(output, checkpoint=checkpoint, again=force), as_json=as_json)
-    return 0
-
-
-@commands.command("plan")
-@click.option("--listeners", type=int, default=0, help="Concurrent listeners of generated speech.")
-@click.option("--chats", type=int, default=0, help="Answers that are written concurrently.")
-@click.option("--gpu", default="h200", help="GPU model; only measured models are known.")
-@click.option(
-    "--thinker",
-    default="fp8",
-    metavar="fp8|int4|tp2|tp4",
-    help="How the thinker is exported: quantized on one GPU, or bfloat16 on two or four.",
-)
-@click.option("--prompt-tokens", type=int, default=1024, help="Mean length of a prompt.")
-@click.option("--answer-tokens", type=int, default=300, help="Mean length of an answer.")
-@click.option("--token-rate", type=float, default=20.0, help="Tokens per second that every answer must get.")
-@click.option(
-    "--utilisation", type=float, default=0.7, help="Share of the measured capacity that is planned for."
-)
-@_common
-def plan_command(as_json: bool, **load: Any) -> int:
-    """Compute replicas and GPUs for a load from measured figures, with all assumptions. Needs no GPU."""
-    from mingc.console.report import show
-    from mingc.plan import Load, plan
-
-    show(plan(Load(**load)), as_json=as_json)
-    return 0

@@ -9,72 +9,14 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
+from string import Template
 
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.target_choice import target_views
-from mingc.bundles.sbom import all_extras, runtime_distributions, runtime_extras, sbom
+from mingc.bundles.sbom import runtime_extras, sbom
 from mingc.errors import ConfigError
-
-_START = """\
-#!/bin/sh
-# Serve this bundle. Arguments are options of `mingc serve`; MINGC_PUBLIC_KEY requires its signature.
-set -eu
-here=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
-if [ -n "${MINGC_PUBLIC_KEY:-}" ]; then
-    set -- --require-signature "$MINGC_PUBLIC_KEY" "$@"
-fi
-exec "${MINGC:-mingc}" serve "$here" "$@"
-"""
-
-_UNIT = """\
-# Copy to /etc/systemd/system/mingc.service; the bundle is unpacked in /opt/mingc/current (docs/operations.md).
-[Unit]
-Description=mingc serving {model}
-Wants=network-online.target
-After=network-online.target
-StartLimitIntervalSec=300
-StartLimitBurst=5
-
-[Service]
-Type=exec
-Environment=MINGC=/opt/mingc/venv/bin/mingc
-Environment=XDG_CACHE_HOME=/var/cache/mingc
-# A key in this file makes the signature required: MINGC_PUBLIC_KEY=/etc/mingc/mingc.pub
-EnvironmentFile=-/etc/mingc/environment
-ExecStart=/bin/sh /opt/mingc/current/bundle/start.sh --host 0.0.0.0 --port 8000
-# 4: a rank was lost; every code but that of a wrong option is worth another start.
-Restart=on-failure
-RestartPreventExitStatus=2 3
-RestartSec=5
-TimeoutStopSec=30
-DynamicUser=yes
-CacheDirectory=mingc
-NoNewPrivileges=yes
-ProtectSystem=strict
-ProtectHome=yes
-PrivateTmp=yes
-LimitNOFILE=65536
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-_CONTAINERFILE = """\
-# For {target}. Built in the unpacked bundle, without a network: `buildah bud --network=none -f bundle/{name} .`
-# The base image holds Python {python} and libstdc++{cuda}; it has to be on the machine.
-{notes}ARG BASE={base}
-FROM ${{BASE}}
-COPY bundle/wheels /tmp/wheels
-RUN python3 -m venv /opt/venv \\
-    && /opt/venv/bin/pip install --no-index --find-links /tmp/wheels 'mingc[{extras}]' \\
-    && rm -r /tmp/wheels
-COPY . /opt/bundle
-ENV MINGC=/opt/venv/bin/mingc XDG_CACHE_HOME=/tmp/cache
-EXPOSE 8000
-USER 65534
-ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"{options}]
-"""
+from mingc.host.distributions import distributions
 
 _LIBRARIES = {
     "onnx": "onnxruntime",
@@ -97,12 +39,12 @@ def deployment_files(
     Raises: ConfigError when a given path does not exist or the wheels lack what serving needs.
     """
     files: dict[str, Path | bytes] = {
-        "start.sh": _START.encode(),
-        "mingc.service": _UNIT.format(model=manifest.model).encode(),
+        "start.sh": _template("start.sh").encode(),
+        "mingc.service": Template(_template("mingc.service"))
+        .substitute(model=manifest.model.replace("%", "%%"))
+        .encode(),
+        "Containerfile": _containerfile(manifest, wheels).encode(),
     }
-    for view in target_views(manifest):
-        name = "Containerfile" if "Containerfile" not in files else f"Containerfile.{_slug(view)}"
-        files[name] = _containerfile(name, view, wheels, is_only=not manifest.other_targets).encode()
     if model_licence is not None:
         if not model_licence.is_file():
             raise ConfigError(
@@ -111,37 +53,39 @@ def deployment_files(
         files["licences/model.txt"] = model_licence.read_bytes()
     if wheels is not None:
         files |= _wheels(wheels, manifest, takes_tensorrt=takes_tensorrt)
-    files |= _licences(all_extras(manifest))
+    files |= _licences(runtime_extras(manifest))
     files["sbom.cdx.json"] = sbom(manifest, has_model_licence=model_licence is not None)
     return files
 
 
-def _slug(view: Manifest) -> str:
-    """The target in the name of a file: `rtx-sm86-sm89`."""
-    return view.fingerprint.target.replace(":", "-").replace(",", "-")
+def _template(name: str) -> str:
+    return resources.files("mingc.bundles").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: bool) -> str:
-    """The Containerfile of one target; without `wheels` it says what to put where."""
-    target, extras = view.fingerprint.target, runtime_extras(view)
-    is_cuda = view.fingerprint.device == "cuda"
-    held = set() if wheels is None else _wheel_names(wheels)
+def _unit(model: str) -> str:
+    # systemd expands `%`.
+    return Template(_template("mingc.service")).substitute(model=model.replace("%", "%%"))
+
+
+def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
+    """The Containerfile; where wheels are missing it says what to put where."""
+    extras = runtime_extras(manifest)
     if wheels is None:
         absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
     else:
+        held = _wheel_names(wheels)
         absent = [each for extra, each in _LIBRARIES.items() if extra in extras and each not in held]
     python = _python(wheels)
-    return _CONTAINERFILE.format(
-        target=target,
-        name=name,
+    on_gpu = manifest.fingerprint.device == "cuda"
+    return Template(_template("Containerfile")).substitute(
+        target=manifest.fingerprint.target,
         python=python or "3.11 or newer",
-        cuda=" and the CUDA driver's libraries come from the host" if is_cuda else "",
+        cuda=" and the CUDA driver's libraries come from the host" if on_gpu else "",
         notes="".join(
             f"# Before that put wheels of {each} into bundle/wheels: it has none.\n" for each in absent
         ),
         base=f"docker.io/library/python:{python or '3.11'}-slim",
         extras=",".join(extras),
-        options="" if is_only else f', "--target", "{target}"',
     )
 
 
@@ -167,7 +111,7 @@ def _wheel_names(folder: Path) -> set[str]:
 
 def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     found, names = _wheel_files(folder), _wheel_names(folder)
-    extras = all_extras(manifest)
+    extras = runtime_extras(manifest)
     # NVIDIA's libraries are not required: its licence may forbid to pass them on.
     needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
     lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
@@ -189,7 +133,7 @@ def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mappin
 
 
 def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
-    """Raises: ConfigError unless engines of every target run with one of the wheels of torch."""
+    """Raises: ConfigError unless the engines run with one of the wheels of torch."""
     versions = [path.name.split("-")[1] for path in wheels if _is_torch(path)]
     built_with = manifest.fingerprint.torch
     fitting = [each for each in versions if each.partition("+")[0] == built_with.partition("+")[0]]
@@ -199,19 +143,19 @@ def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
             where="--with-wheels",
             fix=f"put torch {built_with} there, or export again with the torch of the wheels",
         )
-    on_gpu = [each for each in target_views(manifest) if each.fingerprint.device == "cuda"]
-    if on_gpu and all(each.endswith("+cpu") for each in fitting):
+    is_for_gpu = manifest.fingerprint.device == "cuda"
+    if is_for_gpu and all(each.endswith("+cpu") for each in fitting):
         raise ConfigError(
-            f"torch {', '.join(fitting)} is a build for CPUs, {on_gpu[0].fingerprint.target} needs one for CUDA",
+            f"torch {', '.join(fitting)} is a build for CPUs, {manifest.fingerprint.target} needs one for CUDA",
             where="--with-wheels",
-            fix="replace it by a CUDA build of torch, which also runs engines for a CPU",
+            fix="replace it by a CUDA build of torch",
         )
 
 
 def _licences(extras: Sequence[str]) -> dict[str, Path | bytes]:
     """The licence files of mingc and of every distribution that serving needs, as they are installed here."""
     files: dict[str, Path | bytes] = {}
-    for name in runtime_distributions(extras):
+    for name in distributions(extras):
         distribution = importlib.metadata.distribution(name)
         found = False
         for file in distribution.files or ():

@@ -20,18 +20,15 @@ OPTIONS = {
     "bundle diff": "--debug --json FIRST SECOND",
     "bundle inspect": "--debug --json ARTIFACT",
     "bundle keygen": "--debug --json KEY",
-    "bundle pack": "--debug --force --json --model-licence --oci --with-tensorrt --with-wheels ARTIFACT OUTPUT",
+    "bundle pack": "--debug --force --json --model-licence --with-tensorrt --with-wheels ARTIFACT OUTPUT",
     "bundle prune": "--cache --debug --dry-run --json FOLDER",
     "bundle sign": "--comment --debug --json --secret-key BUNDLE",
     "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
     "bundle verify-signature": "--debug --json --public-key BUNDLE",
-    "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict ARTIFACTS",
     "export": "--autotune --backend --batch-sizes --cache --cache-limit --debug --dtype --force --jobs --json "
     "--keep-all --max-model-len --model-name --no-cache --output --prefill-chunk-size --quantize --stages "
     "--synthetic --target --tp CHECKPOINT",
-    "plan": "--answer-tokens --chats --debug --gpu --json --listeners --prompt-tokens --thinker --token-rate "
-    "--utilisation",
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
     "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
@@ -48,7 +45,6 @@ OPTIONS = {
 
 # What an option is when it is not given; those that are not named here are off, empty or chosen later.
 DEFAULTS: dict[str, dict[str, object]] = {
-    "demo": {"--output": Path("demo")},
     "export": {
         **{
             "--target": ("cpu",),
@@ -60,10 +56,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
         },
         **{"--max-model-len": 4096, "--prefill-chunk-size": 256, "--batch-sizes": "1,2,4,8"},
         **{"--backend": ("aoti",), "--model-name": "ming-omni"},
-    },
-    "plan": {
-        **{"--listeners": 0, "--chats": 0, "--gpu": "h200", "--thinker": "fp8", "--prompt-tokens": 1024},
-        **{"--answer-tokens": 300, "--token-rate": 20.0, "--utilisation": 0.7},
     },
     "probe": {"--context": 256, "--tolerance": 0.1, "--cold-start": True, "--transfers": True},
     "serve": {
@@ -218,7 +210,6 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["synth", "x", "--layers", "0"], "--layers 0: must be at least 1"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
-        (["demo", "--output", "/dev/null"], "cannot create the folder /dev/null"),
         (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
         (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is not a baseline"),
         (["probe", "x", "--jobs", "0"], "--jobs and --cache are for an export"),

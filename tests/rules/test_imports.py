@@ -171,8 +171,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
-    "mingc.demo": ("mingc", "mingc.artifacts", "mingc.errors"),
-    "mingc.plan": ("mingc.errors",),
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
@@ -182,7 +180,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.server",
         "mingc.text",
     ),
-    "mingc.doctor": (
+    "mingc.commands.doctor_report": (
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.errors",
@@ -463,7 +461,7 @@ def test_schedulers_load_without_torch() -> None:
 
 def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
-        "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.doctor, mingc.demo\n"
+        "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.commands.doctor_report\n"
         "import mingc.artifacts.artifact, mingc.artifacts.inspection, mingc.verify.verification"
     )
     for package in ("torch", "numpy", "rich", "safetensors"):

@@ -25,15 +25,15 @@ import click
 import pytest
 
 import mingc
-from mingc import cli, demo, doctor, plan
+from mingc import cli
 from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
+from mingc.commands import doctor_report
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
 from mingc.export import checkpoint_writer, pipeline
 from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
-from mingc.plan import Load
 from mingc.probe import baseline, engine_trial, prober
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
@@ -62,23 +62,18 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keyword arguments that `verify` and `run_demo` get, and attributes of the recipe of an export."""
+    """Keyword arguments that `verify` gets, and attributes of the recipe of an export."""
     found: list[dict[str, Any]] = []
 
     def verify(path: Path, **given: Any) -> VerifyReport:
         found.append({"path": path, **given})
         return REPORT
 
-    def run_demo(output: Path, **given: Any) -> Result:
-        found.append({"output": output, **given})
-        return Result()
-
     def export(recipe: ExportRecipe) -> Result:
         found.append({"recipe": recipe})
         return Result()
 
     monkeypatch.setattr(verification, "verify", verify)
-    monkeypatch.setattr(demo, "run_demo", run_demo)
     monkeypatch.setattr(cli, "_export", export)
     return found
 
@@ -130,12 +125,6 @@ def test_probe_exits_with_3_when_an_engine_is_slower_than_the_baseline(
 def test_export_is_for_as_many_ranks_as_asked(ranks: int, calls: list[dict[str, Any]]) -> None:
     assert run("export", "x", "--output", "y", "--tp", str(ranks)) == 0
     assert [each["recipe"].world_size for each in calls] == [ranks]
-
-
-def test_demo_exports_again_only_with_force(calls: list[dict[str, Any]]) -> None:
-    assert run("demo", "--output", "y") == 0
-    assert run("demo", "--output", "y", "--force") == 0
-    assert [each["again"] for each in calls] == [False, True]
 
 
 @pytest.fixture
@@ -210,7 +199,7 @@ def test_a_lost_rank_exits_with_4(monkeypatch: pytest.MonkeyPatch) -> None:
     def examine(artifacts: object) -> None:
         raise RankError("rank 1 ended")
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_report, "examine", examine)
     assert run("doctor") == 4
 
 
@@ -223,7 +212,7 @@ def test_a_fault_of_the_environment_is_not_reported_as_a_bug(
     def examine(artifacts: object) -> None:
         raise OSError(number, os.strerror(number), "/some/folder")
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_report, "examine", examine)
     assert run("doctor", "--json") == 1
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["message"] == f"{os.strerror(number)}: /some/folder" and "bug" not in error["fix"]
@@ -569,8 +558,6 @@ def test_a_signature_is_asked_for_before_anything_is_loaded(
         (["bundle", "prune", "f", "--dry-run"], pruning, "prune", ("f",), {"is_dry": True, "has_cache": False}),
         (["bundle", "prune", "f", "--cache"], pruning, "prune", ("f",), {"is_dry": False, "has_cache": True}),
         (["bundle", "keygen", "k"], signatures, "generate_keys", ("k",), {}),
-        (["demo"], demo, "run_demo", ("demo",), {"checkpoint": None, "again": False}),
-        (["demo", "--checkpoint", "c", "--output", "o"], demo, "run_demo", ("o",), {"checkpoint": Path("c")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -621,35 +608,9 @@ def test_doctor_examines_every_artifact_that_is_named(monkeypatch: pytest.Monkey
         asked.append(artifacts)
         return Result()
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_report, "examine", examine)
     assert run("doctor") == run("doctor", "a", "b") == 0
     assert asked == [(), (Path("a"), Path("b"))]
-
-
-PLAN_OPTIONS = {
-    "--listeners": ("listeners", 5),
-    "--chats": ("chats", 6),
-    "--prompt-tokens": ("prompt_tokens", 7),
-    "--answer-tokens": ("answer_tokens", 8),
-    "--token-rate": ("token_rate", 9.5),
-    "--utilisation": ("utilisation", 0.5),
-    "--thinker": ("thinker", "tp4"),
-}
-
-
-@pytest.mark.parametrize("option", PLAN_OPTIONS)
-def test_plan_counts_what_it_is_asked_to(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Load] = []
-
-    def planned(load: Load) -> Result:
-        loads.append(load)
-        return Result()
-
-    monkeypatch.setattr(plan, "plan", planned)
-    name, value = PLAN_OPTIONS[option]
-    others = ["--listeners", "1"] if option != "--listeners" else []
-    assert run("plan", option, str(value), *others) == 0
-    assert getattr(loads[0], name) == value != getattr(Load(listeners=1), name)
 
 
 def test_bundles_are_signed_and_their_signatures_checked_with_the_key_that_is_named(
@@ -744,7 +705,7 @@ def test_every_kind_of_failure_has_its_exit_code(
     def examine(artifacts: object) -> None:
         raise error
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_report, "examine", examine)
     assert run("doctor") == code
     out, err = capsys.readouterr()
     assert out == "" and err.lstrip().startswith("mingc: interrupted" if code == 130 else "mingc: error: ")
