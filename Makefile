@@ -2,7 +2,7 @@
 .PHONY: demo test test-all check venv clean
 
 demo: venv
-	.venv/bin/mingc demo --output demo
+	.venv/bin/python scripts/demo.py
 
 test: venv
 	scripts/check

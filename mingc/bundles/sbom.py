@@ -93,8 +93,10 @@ def _library(name: str) -> Component:
     metadata = importlib.metadata.metadata(name)
     purl = PackageURL("pypi", name=name, version=metadata["Version"])
     classifiers = [each for each in metadata.get_all("Classifier") or () if each.startswith("License ::")]
-    first_line = (metadata.get("License") or "").strip().partition("\n")[0]
-    licence = metadata.get("License-Expression") or (first_line if len(first_line) < 100 else "")
+    (stated,) = metadata.get_all("License-Expression") or [""]
+    (text,) = metadata.get_all("License") or [""]
+    first_line = text.strip().partition("\n")[0]
+    licence = stated or (first_line if len(first_line) < 100 else "")
     licence = licence or (classifiers[0].rpartition("::")[2].strip() if classifiers else "")
     return Component(
         bom_ref=str(purl),

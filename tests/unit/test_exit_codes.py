@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import mingc
-from mingc import doctor
 from mingc.cli import main
-from mingc.doctor import DoctorReport, Verdict
+from mingc.commands import doctor_report
+from mingc.commands.doctor_report import DoctorReport, Verdict
 
 _START_S = 30  # without torch, on a busy machine
 
@@ -35,7 +35,7 @@ def test_doctor_reports_problems_and_fails_only_when_asked(
     options: list[str], code: int, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = {"can_export": True, "can_serve": True, lacking: False}
-    monkeypatch.setattr(doctor, "examine", lambda artifacts: DoctorReport(checks=(), **works))
+    monkeypatch.setattr(doctor_report, "examine", lambda artifacts: DoctorReport(checks=(), **works))
     assert exit_code("doctor", *options) == code
 
 
@@ -48,7 +48,7 @@ def test_strict_doctor_fails_when_a_stage_of_an_artifact_would_not_work(
         for stage, each in zip(("thinker", "talker"), works, strict=True)
     )
     report = DoctorReport(can_export=True, can_serve=True, checks=(), verdicts=verdicts)
-    monkeypatch.setattr(doctor, "examine", lambda artifacts: report)
+    monkeypatch.setattr(doctor_report, "examine", lambda artifacts: report)
     assert exit_code("doctor", "x", "--strict") == code
     assert exit_code("doctor", "x") == 0
 
@@ -56,7 +56,7 @@ def test_strict_doctor_fails_when_a_stage_of_an_artifact_would_not_work(
 @pytest.mark.parametrize("options", [[], ["--strict"]])
 def test_doctor_of_a_good_machine_succeeds(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     report = DoctorReport(can_export=True, can_serve=True, checks=())
-    monkeypatch.setattr(doctor, "examine", lambda artifacts: report)
+    monkeypatch.setattr(doctor_report, "examine", lambda artifacts: report)
     assert exit_code("doctor", *options) == 0
 
 
@@ -65,7 +65,7 @@ def _bug(monkeypatch: pytest.MonkeyPatch) -> None:
     def examine(artifacts: object) -> DoctorReport:
         raise LookupError("no such wheel")
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(doctor_report, "examine", examine)
 
 
 _BUG = """\
@@ -128,7 +128,7 @@ main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])
 # A command that works until it is interrupted and then takes its time.
 _WORK = """
 import signal, sys, time
-from mingc import doctor
+from mingc.commands import doctor_report
 from mingc.cli import main
 from mingc.console import signals
 
@@ -141,7 +141,7 @@ def examine(artifacts):
         if sys.argv[1] == "0":
             time.sleep(600)
 
-doctor.examine = examine
+doctor_report.examine = examine
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["doctor"])

@@ -163,9 +163,9 @@ def test_words_of_a_list_are_not_broken() -> None:
 def test_a_result_that_cannot_be_written_is_an_error_naming_stdout(as_json: bool) -> None:
     words = ["doctor", "--json"] if as_json else ["doctor"]
     code = (
-        "from mingc.cli import main; import mingc.doctor\n"
-        "report = mingc.doctor.DoctorReport(can_export=True, can_serve=True, checks=())\n"
-        "mingc.doctor.examine = lambda artifacts: report\n"
+        "from mingc.cli import main; import mingc.commands.doctor_report as doctor\n"
+        "report = doctor.DoctorReport(can_export=True, can_serve=True, checks=())\n"
+        "doctor.examine = lambda artifacts: report\n"
         f"main({words})"
     )
     with Path("/dev/full").open("w") as full:
