@@ -99,16 +99,16 @@ def export(checkpoint: Path, artifact: Path, backend: str) -> None:
                 terminal.write(f"demo: step {step.done} of {step.total}, {now - started:.0f} s\n")
             terminal.flush()
 
-        recipe = ExportRecipe(
-            checkpoint=checkpoint,
-            output=artifact,
-            backend=(backend,),
-            batch_sizes=(1,),
-            jobs=min(4, os.cpu_count() or 1),
-            cache=artifact.with_name("engines"),
-            force=True,
-        )
         try:
+            recipe = ExportRecipe(
+                checkpoint=checkpoint,
+                output=artifact,
+                backend=(backend,),
+                batch_sizes=(1,),
+                jobs=min(4, os.cpu_count() or 1),
+                cache=artifact.with_name("engines"),
+                force=True,
+            )
             export_artifact(recipe, replay, report)
         except MingcError as error:
             terminal.write(f"\ndemo: the export failed: {error}\n")

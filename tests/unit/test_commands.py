@@ -218,35 +218,6 @@ def test_a_fault_of_the_environment_is_not_reported_as_a_bug(
     assert error["message"] == f"{os.strerror(number)}: /some/folder" and "bug" not in error["fix"]
 
 
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], doctor.Check]:
-    """A function that examines a compiler whose libraries hold the given text; None: there is no compiler."""
-
-    def check(library: str | None) -> doctor.Check:
-        monkeypatch.delenv("CXX", raising=False)
-        if library is None:
-            monkeypatch.setattr("shutil.which", lambda name: None)
-            return doctor._compiler()
-        script = tmp_path / "c++"
-        script.write_text(f'#!/bin/sh\nfor last; do :; done\necho "{library}" > "$last"\n')
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
-        return doctor._compiler()
-
-    return check
-
-
-@pytest.mark.parametrize(
-    ("library", "state"),
-    [("libstdc++.so.6", "ok"), ("libc++.so.1", "ok"), ("no such name", "problem"), (None, "missing")],
-)
-def test_a_compiler_is_fit_when_it_links_the_standard_library_dynamically(
-    library: str | None, state: str, compiler: Callable[[str | None], doctor.Check]
-) -> None:
-    check = compiler(library)
-    assert check.state == state and (check.fix is None) == (state == "ok")
-
-
 def test_handlers_of_the_caller_are_back_after_a_command(calls: list[dict[str, Any]]) -> None:
     own = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     try:

@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine where mingc is installed as pyproject.toml says, with all extras; torch is a build for CPUs."""
     declared = list(PROJECT["dependencies"])
     versions = {"mingc": PROJECT["version"]}
@@ -56,9 +56,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(doctor_report, "driver_version", lambda: None)
-    monkeypatch.setenv("CXX", "g++")
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, "libstdc++.so.6")))
     monkeypatch.setattr(doctor_report, "VERSIONS", versions, raising=False)
     return monkeypatch
+
+
+def compiler(folder: Path, library: str) -> Path:
+    """A compiler whose libraries hold the text `library`."""
+    script = folder / "compiler"
+    script.write_text(f'#!/bin/sh\nfor last; do :; done\necho "{library}" > "$last"\n')
+    script.chmod(0o755)
+    return script
 
 
 def set_version(name: str, version: str | None) -> None:
@@ -177,15 +185,21 @@ def test_the_compiler_is_that_of_cxx_with_its_words(tmp_path: Path, machine: pyt
     assert target(report, "cpu, onnx").exports, "ONNX Runtime needs no compiler"
 
 
-def test_a_compiler_that_links_libstdcxx_statically_is_a_problem(
-    tmp_path: Path, machine: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("library", "state"),
+    [("static", "problem"), ("libstdc++.so.6", "ok"), ("libc++.so.1", "ok"), (None, "missing")],
+)
+def test_a_compiler_is_fit_when_it_links_the_standard_library_dynamically(
+    library: str | None, state: str, tmp_path: Path, machine: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "c++"
-    script.write_text('#!/bin/sh\nfor last; do :; done\necho static > "$last"\n')
-    script.chmod(0o755)
-    machine.setenv("CXX", str(script))
+    if library is None:
+        machine.delenv("CXX")
+        machine.setattr("shutil.which", lambda name: None)
+    else:
+        compiler(tmp_path, library)
     found = check_named(examine(), "C++ compiler")
-    assert found.state == "problem" and "CXX=/usr/bin/g++" in str(found.fix)
+    assert found.state == state and (found.fix is None) == (state == "ok")
+    assert library != "static" or "CXX=/usr/bin/g++" in str(found.fix)
 
 
 def test_a_machine_without_a_home_or_temporary_folder_gets_a_report(machine: pytest.MonkeyPatch) -> None:
