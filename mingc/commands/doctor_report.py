@@ -43,7 +43,7 @@ _NEEDED_FOR = {  # by extra; "" is what every command needs
 }
 _SAME_PACKAGE = {"onnxruntime": "onnxruntime-gpu"}  # both install the module `onnxruntime`
 _TARGETS = ("cpu", "cuda", "rtx:sm89")
-_LEAST_FREE_BYTES = 1 << 30
+_LEAST_FREE_BYTES = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

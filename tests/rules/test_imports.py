@@ -170,7 +170,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.host.machine",
         "mingc.runtime.engines",
     ),
-    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
+    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors", "mingc.host"),
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
@@ -180,10 +180,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.server",
         "mingc.text",
     ),
-    "mingc.commands.doctor_report": (
+    "mingc.commands": (
+        "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.errors",
+        "mingc.export.compile",  # whether a backend can build
         "mingc.host",
         "mingc.host.machine",
         "mingc.runtime.engines",  # whether a backend's engines can be loaded

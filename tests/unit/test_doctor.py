@@ -22,6 +22,7 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.bundles.packing import pack
 from mingc.commands import doctor_report
 from mingc.commands.doctor_report import Check, DoctorReport, TargetVerdict, Verdict, examine
+from mingc.export.compile import tensorrt_program
 from mingc.host import machine as host
 from mingc.host.machine import Gpu, Host
 
@@ -162,7 +163,7 @@ def test_a_mingc_that_is_not_installed_is_the_problem(
 
 
 def test_torch_must_load_aotinductor_packages(artifact_path: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(torch, "_C", SimpleNamespace())
+    machine.delattr(torch._C._aoti, "AOTIModelPackageLoader")
     on_machine(machine, "cpu", "AVX2")
     report = examine([artifact_path])
     assert check_named(report, "engine loader").state == "problem" and not report.can_serve
@@ -369,6 +370,7 @@ def test_engines_for_rtx_cards_are_built_anywhere_and_served_on_a_card(
         use_gpus(machine, 1, capability=capability)
     real, found = importlib.util.find_spec, importlib.util.find_spec("json")
     library = found if has_library else None
+    machine.setattr(tensorrt_program, "rtx_problem", lambda target: None)  # asks the library itself
     machine.setattr(
         importlib.util, "find_spec", lambda name: library if name.startswith("tensorrt") else real(name)
     )
