@@ -977,8 +977,8 @@ def prune_command(as_json: bool, folder: Path, is_dry: bool, has_cache: bool) ->
 @_common
 def doctor_command(as_json: bool, artifacts: tuple[Path, ...], strict: bool) -> int:
     """Report what works on this machine and, for each stage of ARTIFACTS, whether it would be served."""
-    from mingc.console.report import show
     from mingc.commands.doctor_report import examine
+    from mingc.console.report import show
 
     result = examine(artifacts)
     show(result, as_json=as_json)

@@ -14,9 +14,9 @@ from pathlib import Path
 from string import Template
 
 from mingc.artifacts.manifest import Manifest
+from mingc.bundles.distributions import distributions
 from mingc.bundles.sbom import runtime_extras, sbom
 from mingc.errors import ConfigError
-from mingc.host.distributions import distributions
 
 _LIBRARIES = {
     "onnx": "onnxruntime",

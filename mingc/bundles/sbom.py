@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import mingc
 from mingc.artifacts.manifest import Manifest
+from mingc.bundles.distributions import distributions
 from mingc.errors import ConfigError
-from mingc.host.distributions import distributions
 
 if TYPE_CHECKING:
     from cyclonedx.model.component import Component

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Literal
 from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.target import RTX_CAPABILITIES, Capability, is_rtx
+from mingc.bundles.distributions import OWN, not_installed, requirements
 from mingc.defaults import BACKEND
 from mingc.errors import ConfigError, IncompatibleError
-from mingc.host.distributions import OWN, not_installed, requirements
 from mingc.host.machine import current_host, driver_version, gpu
 
 if TYPE_CHECKING:

@@ -170,7 +170,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.host.machine",
         "mingc.runtime.engines",
     ),
-    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors", "mingc.host"),
+    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
@@ -184,6 +184,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
+        "mingc.bundles",  # what a distribution requires
+        "mingc.defaults",
         "mingc.errors",
         "mingc.export.compile",  # whether a backend can build
         "mingc.host",

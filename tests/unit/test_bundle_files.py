@@ -29,12 +29,12 @@ from mingc.artifacts.manifest import Manifest
 from mingc.bundles import deployment
 from mingc.bundles.comparison import diff
 from mingc.bundles.deployment import deployment_files
+from mingc.bundles.distributions import distributions
 from mingc.bundles.packing import pack, partial_path
 from mingc.bundles.pruning import prune
 from mingc.bundles.sbom import runtime_extras, sbom
 from mingc.bundles.unpacking import STORE, unpack
 from mingc.errors import ConfigError
-from mingc.host.distributions import distributions
 
 
 @pytest.fixture
