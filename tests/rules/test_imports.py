@@ -187,7 +187,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.bundles",  # what a distribution requires
         "mingc.defaults",
         "mingc.errors",
-        "mingc.export.compile",  # whether a backend can build
+        "mingc.export",  # whether a backend can build
         "mingc.host",
         "mingc.host.machine",
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
