@@ -5,7 +5,7 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits
-from mingc.media.task import MediaTask, num_bytes, run_task
+from mingc.prompts.conversation import MediaKind, MediaPart, Message, TextPart, VideoParams
+from mingc.prompts.features import Features
+from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
-from mingc.prompts.prompt_writer import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
+from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
 
@@ -41,9 +41,8 @@ class ChatProcessor:
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
     turns; otherwise they are plain text. In either case media stay at the position of their parts.
-    `decode` decodes one medium: in this process, or in a pool of decoder processes. `max_media_bytes` bounds the memory
-    of the media of one prompt, including the one being decoded. `cached_characters` of recent texts keep their token
-    ids.
+    `decoder` decodes media one by one; None: encoded media are refused. `cached_characters` of recent texts keep their
+    token ids.
     """
 
     def __init__(
@@ -55,13 +54,11 @@ class ChatProcessor:
         audio: AudioParameters | None,
         max_tokens: int | None = None,
         parse_special_tokens: bool = False,
-        decode: Callable[[MediaTask, bytes | memoryview], Features] = run_task,
-        max_media_bytes: int = DEFAULT_MEDIA_BYTES,
+        decoder: MediaDecoder | None = None,
         cached_characters: int = 0,
     ) -> None:
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
-        self._decode = decode
-        self._max_media_bytes = max_media_bytes
+        self._decoder = decoder
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
         )
@@ -133,7 +130,7 @@ class ChatProcessor:
         self, messages: Sequence[Message[MediaPart | MediaEntry]], video: VideoParams
     ) -> Iterator[Message[MediaEntry]]:
         """Decode the media one after another; together they share the memory limit of one request."""
-        left = self._max_media_bytes
+        left = 0 if self._decoder is None else self._decoder.max_bytes
         for message in messages:
             parts: list[TextPart | MediaEntry] = []
             for part in message.parts:
@@ -147,10 +144,18 @@ class ChatProcessor:
                     vision=None if is_audio else _require_encoder(self._vision, part),
                     audio=_require_encoder(self._audio, part) if is_audio else None,
                     video=video,
-                    limits=MediaLimits(max_bytes=left, max_tokens=self._max_tokens),
+                    max_bytes=left,
+                    max_tokens=self._max_tokens,
                 )
-                item = self._decode(task, part.data)
-                left -= num_bytes(item)
+                if self._decoder is None:
+                    raise RequestError(
+                        "this service decodes no media",
+                        where=part.where,
+                        fix="send text only",
+                        param=part.where,
+                    )
+                item = self._decoder.run(task, part.data)
+                left -= item.num_bytes
                 parts.append(MediaEntry(kind=part.kind, items=(item,)))
             yield Message(role=message.role, parts=tuple(parts))
 

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mingc.artifacts.parameters import ThinkerParameters
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import Grid, VisionFeatures
-from mingc.media.video import VideoFeatures
+from mingc.prompts.features import AudioFeatures, Grid, VideoFeatures, VisionFeatures
 from mingc.prompts.positions import VisionSpan
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 

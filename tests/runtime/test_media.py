@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.request import MediaPart, Message, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.server.http.media import MediaLoader, is_public
 from mingc.server.http.messages import MediaKind, MediaSource
 from mingc.server.http.options import ServeOptions

@@ -21,7 +21,8 @@ from openai.types.chat import (
 from openai.types.chat import chat_completion_content_part_image_param as image_param
 
 from mingc.errors import RequestError
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
+from mingc.prompts.conversation import TextPart, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.http.body_decoder import MAX_COMMAS
 from mingc.server.http.messages import MediaSource
 from mingc.server.http.options import ServeOptions

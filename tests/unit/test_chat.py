@@ -21,16 +21,18 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures, load_audio
+from mingc.media.audio import load_audio
 from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
-from mingc.media.task import MediaTask, run_task
+from mingc.media.task import InProcessDecoder, run_task
 from mingc.media.video import DecodedFrames, sample_video
 from mingc.prompts.chat import ChatProcessor, MediaEntry
-from mingc.prompts.prompt_writer import Features, MediaFeatures
+from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
+from mingc.prompts.features import AudioFeatures, Features
+from mingc.prompts.media_decoder import MediaTask
+from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import MediaPart, Message, Role, TextPart, VideoParams
 
 CASES = document("preprocess")["processor_template"]
 ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
@@ -38,7 +40,9 @@ ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
 
 def processor(**changes: Any) -> ChatProcessor:
     thinker = dataclasses.replace(thinker_parameters(), **changes)
-    return ChatProcessor(tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters())
+    return ChatProcessor(
+        tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), decoder=InProcessDecoder()
+    )
 
 
 def media_bytes(case: str) -> dict[str, list[bytes]]:
@@ -201,6 +205,7 @@ def parsing_processor() -> ChatProcessor:
         vision=vision_parameters(),
         audio=audio_parameters(),
         parse_special_tokens=True,
+        decoder=InProcessDecoder(),
     )
 
 
@@ -315,7 +320,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: p
 
 def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
     vision = dataclasses.replace(vision_parameters(), max_patches=20)
-    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=vision, audio=None)
+    chat = ChatProcessor(
+        tokenizer(), thinker_parameters(), vision=vision, audio=None, decoder=InProcessDecoder()
+    )
     image = MediaPart(kind="image", data=png(noise_image(64, 96)), where="messages[0].content[0]")
     with pytest.raises(RequestError, match="24 patches") as caught:
         chat.prepare([user(image)])
@@ -368,9 +375,10 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
 def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
     tasks: list[tuple[MediaTask, bytes]] = []
 
-    def decode(task: MediaTask, data: bytes) -> Features:
-        tasks.append((task, data))
-        return run_task(task, data)
+    class Recorder(InProcessDecoder):
+        def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+            tasks.append((task, bytes(data)))
+            return run_task(task, data)
 
     made = ChatProcessor(
         tokenizer(),
@@ -378,8 +386,7 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
         vision=vision_parameters(),
         audio=audio_parameters(),
         max_tokens=4000,
-        decode=decode,
-        max_media_bytes=50_000_000,
+        decoder=Recorder(max_bytes=50_000_000),
     )
     data = {
         "a": png(noise_image(64, 64)),
@@ -406,7 +413,8 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
             vision=vision_parameters() if kind == "image" else None,
             audio=audio_parameters() if kind == "audio" else None,
             video=params,
-            limits=MediaLimits(max_bytes=left, max_tokens=4000),
+            max_bytes=left,
+            max_tokens=4000,
         )
         expected.append((task, data[where]))
         found = run_task(task, data[where])

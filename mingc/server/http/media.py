@@ -25,7 +25,7 @@ import httpx
 
 from mingc.errors import RequestError
 from mingc.host import large_arrays
-from mingc.runtime.request import MediaPart, Message, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.server.http.body_decoder import shorten
 from mingc.server.http.long_strings import LongString, decode_base64
 from mingc.server.http.messages import MediaSource

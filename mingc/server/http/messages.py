@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, Role, ServiceInfo, TextPart
+from mingc.prompts.conversation import Message, Role, TextPart
+from mingc.runtime.request import ServiceInfo
 from mingc.server.http.body_decoder import decode_small, missing
 from mingc.server.http.request_schemas import (
     AssistantMessage,

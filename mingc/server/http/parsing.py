@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.http.audio_format import AudioFormat
 from mingc.server.http.body_decoder import (
     BodyDecoder,

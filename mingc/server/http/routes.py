@@ -21,16 +21,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.host import large_arrays
-from mingc.runtime.request import (
-    ChatRequest,
-    Done,
-    Event,
-    MediaPart,
-    Service,
-    ServiceInfo,
-    SpeechRequest,
-    TextPart,
-)
+from mingc.prompts.conversation import MediaPart, TextPart
+from mingc.runtime.request import ChatRequest, Done, Event, Service, ServiceInfo, SpeechRequest
 from mingc.server.http.audio_format import AudioSpec
 from mingc.server.http.body_budget import FREE_BYTES, BodyBudget, Charge
 from mingc.server.http.body_decoder import shorten

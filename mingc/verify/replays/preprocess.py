@@ -11,28 +11,13 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import ConfigError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import (
-    Grid,
-    VisionFeatures,
-    encoder_size,
-    load_size,
-    patchify,
-    resize_for_encoder,
-    resize_loaded,
-)
+from mingc.media.image import encoder_size, load_size, patchify, resize_for_encoder, resize_loaded
 from mingc.media.limits import MediaLimits
-from mingc.media.video import (
-    DecodedFrames,
-    VideoFeatures,
-    frame_size,
-    resize_frame,
-    sample_video,
-)
+from mingc.media.video import DecodedFrames, frame_size, resize_frame, sample_video
 from mingc.prompts.chat import ChatProcessor, MediaEntry
-from mingc.prompts.prompt_writer import Features
+from mingc.prompts.conversation import Message, Role, TextPart, VideoParams
+from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures, VisionFeatures
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 

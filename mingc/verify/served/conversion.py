@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.image import VisionFeatures
-from mingc.media.video import VideoFeatures
 from mingc.prompts.chat import MediaEntry
-from mingc.runtime.request import MediaPart, Message, SpeechParams, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.features import VideoFeatures, VisionFeatures
+from mingc.runtime.request import SpeechParams
 from mingc.verify.served.cases import RecordedPart, RecordedSpeech, ServedCase
 
 
