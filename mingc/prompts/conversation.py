@@ -1,9 +1,11 @@
-"""A conversation: its messages with text and media. Plain data."""
+"""A conversation: the messages that a request is parsed to and a prompt is written from. Plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Literal
+
+from mingc.prompts.features import Features
 
 Role = Literal["system", "user", "assistant"]
 MediaKind = Literal["image", "audio", "video"]
@@ -13,34 +15,50 @@ MediaKind = Literal["image", "audio", "video"]
 class TextPart:
     text: str
 
+    @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.text)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPart:
-    """One encoded image, audio clip or video. `where` names it in error messages (`messages[0].content[1]`)."""
+    """One image, audio clip or video, by reference.
+
+    Attributes:
+        data: a client's URL, path or base64 string, which `mingc.server` loads; then encoded bytes, which a
+            `MediaDecoder` decodes; or features.
+        where: names it in error messages (`messages[0].content[1].image_url.url`).
+        is_base64: whether a string is the data itself, with or without a `data:` prefix.
+    """
 
     kind: MediaKind
-    data: bytes | memoryview
+    data: str | bytes | memoryview | Features
     where: str
+    is_base64: bool = False
 
-
-_Media = TypeVar("_Media", covariant=True)
+    @property
+    def size(self) -> int:
+        """Bytes of its data; of a string, the characters."""
+        return len(self.data) if isinstance(self.data, str | bytes | memoryview) else self.data.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message(Generic[_Media]):
-    """One message of a conversation, in the client's order. No parts: empty content.
-
-    `_Media` is the form that its media have: a source (URL, path or base64 string) after parsing, encoded bytes
-    (`MediaPart`) in a request, decoded features in preprocessing.
-    """
+class Message:
+    """One message of a conversation, in the client's order. No parts: empty content."""
 
     role: Role
-    parts: tuple[TextPart | _Media, ...]
+    parts: tuple[TextPart | MediaPart, ...]
 
     @property
     def text(self) -> str:
         """All text of the message, joined."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def size(self) -> int:
+        """Characters of its text and bytes of its media."""
+        return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

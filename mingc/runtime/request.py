@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import ServeError
-from mingc.prompts.conversation import MediaPart, Message, VideoParams
+from mingc.prompts.conversation import Message, VideoParams
 
 FinishReason = Literal["stop", "length"]
 
@@ -67,7 +67,7 @@ class ChatRequest:
     """
 
     request_id: str
-    messages: tuple[Message[MediaPart], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
     video: VideoParams = field(default_factory=VideoParams)

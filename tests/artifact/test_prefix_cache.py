@@ -68,7 +68,7 @@ def video() -> bytes:
     return file.getvalue()
 
 
-def conversation(*parts: tuple[str, bytes], text: str = TEXT) -> tuple[Message[MediaPart], ...]:
+def conversation(*parts: tuple[str, bytes], text: str = TEXT) -> tuple[Message, ...]:
     media = [MediaPart(kind=kind, data=data, where="part") for kind, data in parts]  # type: ignore[arg-type]
     return (Message(role="user", parts=(*media, TextPart(text=text))),)
 

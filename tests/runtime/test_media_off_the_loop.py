@@ -30,6 +30,7 @@ from mingc.host import large_arrays
 from mingc.media.decoder_process import receive_array
 from mingc.media.task import InProcessDecoder, run_task
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message
 from mingc.prompts.features import Features, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.runtime.encoders.cache import EncoderCache
@@ -37,7 +38,6 @@ from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.service import omni
 from mingc.runtime.service.omni import OmniService
 from mingc.server.http import long_strings, media, routes
-from mingc.server.http.messages import MediaSource
 from mingc.server.http.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
@@ -256,10 +256,12 @@ def test_what_a_url_or_a_file_gives_is_joined_in_another_thread(
     (tmp_path / "file").write_bytes(b"".join(parts))
     threads: set[int] = set()
 
-    async def load(source: str) -> bytes:
+    async def load(source: str) -> object:
         threads.add(threading.get_ident())
-        found = MediaSource(kind="image", source=source, param="image")
-        return await loader._read(found, 1 << 20)
+        part = MediaPart(kind="image", data=source, where="image")
+        (message,) = await loader.load([Message(role="user", parts=(part,))])
+        (loaded,) = message.parts
+        return loaded.data if isinstance(loaded, MediaPart) else None
 
     for source in ("http://127.0.0.1:9/picture", "file"):
         assert asyncio.run(load(source)) == b"".join(parts)

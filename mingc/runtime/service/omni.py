@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.chat import ChatProcessor, MediaEntry
-from mingc.prompts.conversation import MediaPart, Message, VideoParams
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
@@ -227,7 +227,7 @@ class OmniService:
 
     def prepare(
         self,
-        messages: Sequence[Message[MediaPart | MediaEntry]],
+        messages: Sequence[Message],
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
