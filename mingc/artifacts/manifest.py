@@ -243,7 +243,7 @@ class TargetRecord:
     device: str
     capability: str
     stages: dict[str, StageRecord]
-    parameters: dict[str, dict[str, Any]]
+    parameters: Mapping[str, Any]
     served_goldens: str | None = None
 
 
@@ -267,7 +267,8 @@ class FileRecord:
 class Manifest:
     """The whole manifest.json. Paths are relative to the artifact and use `/`.
 
-    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`. `fingerprint`, `stages`,
+    `parameters` maps a built-in stage to its dataclass, and a stage of another distribution to JSON, which
+    `parameters_of` reads as the dataclass of that distribution. `fingerprint`, `stages`,
     `parameters` and `served_goldens` are those of the first target; `mingc.artifacts.target_choice` gives the manifest
     of the target that a machine runs.
     """
@@ -277,7 +278,7 @@ class Manifest:
     fingerprint: Fingerprint
     stages: dict[str, StageRecord]
     graph: StageGraph
-    parameters: dict[str, dict[str, Any]]
+    parameters: Mapping[str, Any]
     tokenizers: dict[str, str]  # stage → tokenizer.json
     speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
     voices: tuple[VoiceRecord, ...]
@@ -308,12 +309,17 @@ class Manifest:
                 yield optional
 
     def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
-        """The parameters of `stage` as the dataclass `kind`, None when the artifact has none of it.
+        """The parameters of `stage`, None when the artifact has none. Those of other distributions are decoded here.
 
-        Raises: ManifestError when they are not those of `kind`, or out of range.
+        Raises: ManifestError when the dataclass `kind` does not describe them.
         """
         given = self.parameters.get(stage)
-        return None if given is None else _read_parameters(kind, given, f"$.parameters.{stage}")
+        if given is None or isinstance(given, kind):
+            return given
+        where = f"$.parameters.{stage}"
+        if not isinstance(given, Mapping):
+            raise ManifestError(f"{stage} has {type(given).__name__}, not {kind.__name__}", where=where)
+        return _read_parameters(kind, given, where)
 
     def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
         """As `find_parameters`. Raises: ArtifactError as well, when the artifact has no parameters of `stage`."""
@@ -377,6 +383,14 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         )
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
+        manifest = replace(
+            manifest,
+            parameters=_typed(manifest.parameters, "$.parameters"),
+            other_targets=tuple(
+                replace(each, parameters=_typed(each.parameters, f"$.other_targets[{index}].parameters"))
+                for index, each in enumerate(manifest.other_targets)
+            ),
+        )
         problems = [*_target_problems(manifest)]
         for place, stages, parameters in (
             ("$", manifest.stages, manifest.parameters),
@@ -387,19 +401,15 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         ):
             view = replace(manifest, stages=stages, parameters=parameters)
             problems += [*_graph_problems(view), *_record_problems(view)]
-            built_in = {}
-            for name, kind in BUILT_IN.items():
-                if name in parameters:
-                    where = f"{place}.parameters.{name}"
-                    read = decode(kind, parameters[name], where)
-                    built_in[name] = encode(read)
-                    problems += range_problems(read, where)
+            built_in = {name: parameters[name] for name in BUILT_IN if name in parameters}
+            for name, given in built_in.items():
+                problems += range_problems(given, f"{place}.parameters.{name}")
             if not problems:
                 signatures = {
                     stage: {graph: each.spec for graph, each in record.graphs.items()}
                     for stage, record in stages.items()
                 }
-                problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
+                problems += signature_problems(encode(built_in), signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
@@ -434,6 +444,14 @@ def _schema_fix(schema: object, document: Any) -> str:
     if isinstance(schema, int) and schema > SCHEMA:
         return f"install the mingc{by} that wrote the artifact, or a later one; or {again}"
     return f"{again}, or install the mingc{by} that wrote the artifact, from before schema {SCHEMA}"
+
+
+def _typed(parameters: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`parameters` with the ones of built-in stages decoded."""
+    return {
+        name: decode(BUILT_IN[name], given, f"{where}.{name}") if name in BUILT_IN else given
+        for name, given in parameters.items()
+    }
 
 
 def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parameters:

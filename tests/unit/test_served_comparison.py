@@ -597,7 +597,7 @@ def test_an_artifact_is_run_with_each_kind_of_sampling_and_depth(device: str) ->
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     services: list[RightService] = []
 
-    def open_service(root: object, options: object) -> RightService:
+    def open_service(root: object, options: object, *, media: object) -> RightService:
         services.append(RightService())
         return services[-1]
 
@@ -652,7 +652,7 @@ def test_requests_are_replayed_by_the_engines_asked_for(monkeypatch: pytest.Monk
     async def nothing(*_: object) -> None:
         """Instead of a replay."""
 
-    monkeypatch.setattr(verification, "open_service", lambda root, options: opened.append(options))
+    monkeypatch.setattr(verification, "open_service", lambda root, options, **_: opened.append(options))
     monkeypatch.setattr(verification, "_replay_and_close", nothing)
     verification.replay_served(artifact, lambda name: None, ("talker=onnx",))
     assert opened and {(each.engines, each.target) for each in opened} == {(("talker=onnx",), "cpu")}

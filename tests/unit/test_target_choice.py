@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mingc.artifacts.artifact import Artifact, new_artifact, write_manifest
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FileRecord, GraphRecord, Manifest, TargetRecord, read_manifest
 from mingc.artifacts.target_choice import (
     choose_target,
@@ -219,7 +220,7 @@ def without_engines(graph: GraphRecord) -> GraphRecord:
         (lambda each: replace(each, stages={}, parameters={}), "in the stage graph only"),
         (
             lambda each: replace(
-                each, parameters={"audio_encoder": {**each.parameters["audio_encoder"], "max_frames": -1}}
+                each, parameters={"audio_encoder": {**encode(each.parameters["audio_encoder"]), "max_frames": -1}}
             ),
             r"\$.other_targets\[0\].parameters.audio_encoder",
         ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
@@ -127,8 +128,9 @@ def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: Comparis
     No recorded request depends on some of them, such as a limit that none reaches, the default of a field that all
     set, or a voice that none uses.
     """
-    for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
-        given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})
+    parameters = encode(manifest.parameters)
+    for stage in sorted({*parameters} | {*goldens.parameters}):
+        given, recorded = parameters.get(stage, {}), goldens.parameters.get(stage, {})
         for name in sorted({*given} | {*recorded}):
             is_same = name in given and name in recorded and given[name] == recorded[name]
             what = f"{given.get(name)!r}, recorded with {recorded.get(name)!r}"
