@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mingc.export.pipeline import ExportReport
     from mingc.export.recipe import ExportRecipe
     from mingc.runtime.service.omni import OmniService
-    from mingc.runtime.service.startup import StartupClock
+    from mingc.runtime.service.startup_clock import StartupClock
 
 EXIT_FOUND_PROBLEMS = 3
 EXIT_INTERRUPTED = 130
@@ -526,7 +526,7 @@ def serve_command(
     stops the server at once. When a rank of the thinker dies or hangs, running chats get an error, and the server exits
     with code 4. With --self-check it exits with 3 when an answer differs from the recorded one.
     """
-    from mingc.runtime.service.startup import StartupClock
+    from mingc.runtime.service.startup_clock import StartupClock
 
     clock = StartupClock()
     from mingc.server.http.options import ServeOptions
