@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from part_driver import python_path
 
 from mingc.media.decoder_pool import DecoderPool
+from mingc.media.decoding import digest_of, run_task
 from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.media.task import digest_of, run_task
 from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import ServiceInfo
 from mingc.server.http.long_strings import decode_base64

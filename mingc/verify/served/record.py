@@ -16,7 +16,7 @@ from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
     TalkerParameters,
 )
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION

@@ -13,7 +13,7 @@ from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
