@@ -40,9 +40,9 @@ from part_driver import python_path
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.task import MediaTask, digest_of, num_bytes, run_task
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.long_strings import decode_base64
-from mingc.server.http.options import ServeOptions
+from mingc.server.http.body import decode_base64
 from mingc.server.http.parsing import parse_chat
+from mingc.server.options import ServeOptions
 
 _TIMEOUT_S = 600.0  # on a machine that does much else
 _QUIET_S = 5.0  # of the stream alone, before media are sent

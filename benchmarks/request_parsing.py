@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from arguments import whole
@@ -107,22 +109,11 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
         model="ming-omni", sample_rate=44100, voices=("DB30",), default_voice="DB30", has_text=True,
         has_image=True, has_video=True, has_audio_input=True, has_speech=True,
     )  # fmt: skip
-    try:
-        from mingc.server.http.options import ServeOptions
-        from mingc.server.http.parsing import parse_chat
-    except ImportError:  # before msgspec: untyped JSON first, checked field by field
-        config, protocol, fields = (
-            importlib.import_module(f"mingc.runtime.{each}") for each in ("config", "protocol", "json_fields")
-        )
-        old_options = config.ServeOptions()
+    parsing = _first_module("mingc.server.http.parsing", "mingc.runtime.http.parsing")
+    options = _first_module("mingc.server.options", "mingc.runtime.http.options").ServeOptions()
 
-        def parse(raw: bytes) -> object:
-            return protocol.parse_chat(fields.parse_json(raw), info, old_options)
-    else:
-        options = ServeOptions()
-
-        def parse(raw: bytes) -> object:
-            return parse_chat(raw, info, options)
+    def parse(raw: bytes) -> object:
+        return parsing.parse_chat(raw, info, options)
 
     raw = bodies(size)[name]()
     _reset_peak()
@@ -143,6 +134,18 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
         "peak_mb": round((_memory("VmHWM") - before) / MB, 1),
         "answer": answer,
     }
+
+
+def _first_module(*names: str) -> ModuleType:
+    """The first module that exists; the later names are those of earlier commits."""
+    return importlib.import_module(next(name for name in names if _exists(name)))
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor does its package
+        return False
 
 
 def _memory(field: str) -> int:

@@ -27,7 +27,7 @@ from mingc.artifacts.manifest import FILE_NAME
 from mingc.artifacts.target_choice import target_view, target_views
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
-from mingc.server.http.api_keys import VARIABLE
+from mingc.server.api_keys import VARIABLE
 
 _AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 

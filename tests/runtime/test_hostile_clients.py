@@ -24,16 +24,16 @@ from server_thread import run_server
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.request import ServiceLoad
-from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.server.http.connections import (
+from mingc.server.connections import (
     PROBE_CONNECTIONS,
     Acceptor,
     ConnectionTable,
     HttpConnection,
     connection_limit,
 )
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.http.body import FREE_BYTES, BodyBudget
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -42,9 +42,10 @@ CHILD = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from fake_service import FakeService
-from mingc.server.http.logs import configure_logging
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.logs import configure_logging
+from mingc.server.options import ServeOptions
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
 configure_logging("info", "text")
 serve(create_app(FakeService(), ServeOptions(port=0, drain_s=0)), announce=lambda url: print(url, flush=True))
 """
@@ -409,7 +410,7 @@ def closed_by(table: Any) -> dict[str, float]:
 
 
 def test_connections_beyond_the_limit_are_probes_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingc.server.http.connections.PROBE_CONNECTIONS", 2)
+    monkeypatch.setattr("mingc.server.connections.PROBE_CONNECTIONS", 2)
     closed: list[str] = []
 
     async def run() -> None:
@@ -568,7 +569,8 @@ def test_a_refused_body_gives_back_what_it_held_and_no_more() -> None:
             with pytest.raises(CapacityError), budget.charge() as charge:
                 charge.set(FREE_BYTES + 300)
                 charge.set(FREE_BYTES + 500)
-            assert metrics.body_bytes._value.get() == 600
+            held = {each.name: each.value for each in metrics.samples(ServiceLoad())}
+            assert held["mingc_body_bytes"] == 600
         with pytest.raises(CapacityError), budget.charge() as charge:
             charge.set(FREE_BYTES + 401)
 

@@ -21,7 +21,7 @@ from mingc.errors import ConfigError, RequestError
 from mingc.runtime.request import MediaPart, Message, TextPart
 from mingc.server.http.media import MediaLoader, is_public
 from mingc.server.http.messages import MediaKind, MediaSource
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 PARAM = "messages[0].content[0].image_url.url"
 

@@ -49,7 +49,7 @@ from mingc.runtime.service.omni import OmniService, _encoded, _prepare
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
-from mingc.server.http.metrics import Metrics
+from mingc.server.metrics import Metrics
 
 
 def text_of(events: list[Event]) -> str:

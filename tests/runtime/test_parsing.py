@@ -22,12 +22,12 @@ from openai.types.chat import chat_completion_content_part_image_param as image_
 
 from mingc.errors import RequestError
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
-from mingc.server.http.body_decoder import MAX_COMMAS
+from mingc.server.error_objects import error_response
+from mingc.server.http.body import MAX_COMMAS
 from mingc.server.http.messages import MediaSource
-from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
-from mingc.server.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
-from mingc.server.http.response_schemas import error_body
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, AssistantMessage
+from mingc.server.options import ServeOptions
 
 OPTIONS = ServeOptions()
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -225,8 +225,8 @@ def test_every_field_of_the_openai_client_is_known() -> None:
         **get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming),
         **get_type_hints(completion_create_params.CompletionCreateParamsStreaming),
     }
-    assert {*sent} <= {*ChatBody.__struct_fields__}
-    assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SpeechBody.__struct_fields__}
+    assert {*sent} <= {*CHAT_BODY.__struct_fields__}
+    assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SPEECH_BODY.__struct_fields__}
     answer = {*ChatCompletionMessage.model_fields} | {*get_type_hints(ChatCompletionAssistantMessageParam)}
     assert answer - {"role"} <= {*AssistantMessage.__struct_fields__}
 
@@ -367,7 +367,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1] * 17}, "stop_token_ids", "at most 16"),
     ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking", "a boolean"),
     ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs.tone", "Unknown"),
-    ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradict"),
+    ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradicts"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
     ({"guided_json": {"type": "object"}}, "guided_json", "not constrained"),
@@ -434,11 +434,10 @@ def test_every_error_has_the_form_of_openai(
     for body, param, _ in bodies:
         with pytest.raises(RequestError) as caught:
             send(**body)
-        (error,) = error_body(caught.value).values()
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["message"] and error["message"].isprintable()
-        assert (error["type"], error["param"]) == ("invalid_request_error", param)
-        assert re.fullmatch("[a-z_]+", error["code"] or "")
+        error = error_response(caught.value).error
+        assert error.message and error.message.isprintable()
+        assert (error.type, error.param) == ("invalid_request_error", param)
+        assert re.fullmatch("[a-z_]+", error.code or "")
 
 
 @pytest.mark.parametrize(
@@ -508,22 +507,6 @@ def test_malformed_json(raw: bytes, words: str) -> None:
     assert caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize(
-    ("raw", "param"),
-    [
-        (b'{"messages": 5, "messages": [{"role": "user", "content": "a"}]}', "messages"),
-        (b'{"messages": [{"role": "user", "content": 5, "content": "a"}]}', "messages[0].content"),
-    ],
-)
-def test_a_key_given_twice_with_a_wrong_value_is_reported_as_such(raw: bytes, param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_chat(raw, INFO, OPTIONS)
-    assert (caught.value.param, caught.value.message) == (
-        param,
-        f"'{param}' is given more than once: send one value.",
-    )
-
-
 def test_choices_of_several_structs_are_listed_once() -> None:
     with pytest.raises(RequestError) as caught:
         chat(messages=[{"role": "user", "content": [{"type": "txt", "text": "a"}]}])
@@ -551,7 +534,7 @@ def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"stream": "x" * 5000}, f"'stream' must be a boolean, not a string (\"{'x' * 58}…)."),
+        ({"stream": "x" * 5000}, "'stream' must be a boolean, not a string."),
         ({"stream": [0] * 5000}, "'stream' must be a boolean, not an array."),
         ({"stream": {"x": "y" * 5000}}, "'stream' must be a boolean, not an object."),
         ({"messages": [{"role": "x" * 5000}]}, f'"{"x" * 58}… is not a supported value'),
@@ -561,12 +544,6 @@ def test_large_values_are_shortened_in_errors(body: dict[str, Any], message: str
     with pytest.raises(RequestError) as caught:
         chat(**body)
     assert caught.value.message.startswith(message)
-
-
-def test_a_wrong_type_in_malformed_json_is_reported_as_malformed() -> None:
-    with pytest.raises(RequestError, match="not valid JSON") as caught:
-        parse_chat(b'{"stream": "x", "n": [}', INFO, OPTIONS)
-    assert caught.value.code == "invalid_json"
 
 
 def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
@@ -702,7 +679,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "video_fps",
         "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
     }  # fmt: skip
-    assert {*ChatBody.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
+    assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 
 
 @pytest.mark.parametrize(
@@ -760,7 +737,7 @@ def test_steps_of_speech_have_two_names(name: str) -> None:
             chat(**spoken(**{name: value}))
         assert caught.value.param == f"audio.{name}"
     assert speech(max_steps=3, max_new_tokens=3).speech.max_steps == 3
-    with pytest.raises(RequestError, match="'max_steps' is 3 and 'max_new_tokens' is 4") as caught:
+    with pytest.raises(RequestError, match=r"max_new_tokens' is 4 and 'audio\.max_steps' is 3") as caught:
         chat(**spoken(max_steps=3, max_new_tokens=4))
     assert caught.value.param == "audio.max_new_tokens"
 
@@ -855,6 +832,6 @@ def test_switches_of_thinking_must_agree(
     if param is None:
         assert chat(**fields).thinking is thinks
         return
-    with pytest.raises(RequestError, match="contradict each other") as caught:
+    with pytest.raises(RequestError, match="they mean the same, send one") as caught:
         chat(**fields)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")

@@ -18,7 +18,7 @@ from starlette.types import Message
 
 from mingc.errors import WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
-from mingc.server.http.audio_format import AudioFormat, AudioSpec
+from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
     ResponseWriter,

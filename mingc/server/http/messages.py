@@ -5,12 +5,14 @@ Media stay strings (URL, path, base64) with the path of their field; `mingc.serv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from mingc.errors import RequestError
 from mingc.runtime.request import Message, Role, ServiceInfo, TextPart
-from mingc.server.http.body_decoder import decode_small, missing
+from mingc.server.http.body import decode_small
+from mingc.server.http.field_errors import missing
 from mingc.server.http.request_schemas import (
     AssistantMessage,
     AudioContent,
@@ -76,7 +78,7 @@ def _inject(
 
 
 def _media_list(
-    sources: list[str] | None, name: str, kind: MediaKind, info: ServiceInfo
+    sources: Sequence[str] | None, name: str, kind: MediaKind, info: ServiceInfo
 ) -> list[MediaSource]:
     return [_media(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources or ())]
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from starlette.types import Send
 
 from mingc.errors import WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
-from mingc.server.http.audio_format import AudioSpec, Base64Stream, encode, open_stream
+from mingc.server.audio_format import AudioSpec, Base64Stream, encode, open_stream
 from mingc.server.http.response_schemas import (
     SSE_DONE,
     ChatResponseBuilder,
-    encode_json,
-    speech_delta,
+    SpeechDelta,
     speech_done,
     sse,
 )
@@ -82,7 +82,7 @@ async def write_chat(
     """Write one `chat.completion` object; `audio` is None if no speech was requested."""
     text, samples, done = await _collect(events)
     clip = None if audio is None else await asyncio.to_thread(encode, samples, audio)
-    await response.send_whole(encode_json(builder.completion(text=text, audio=clip, done=done)))
+    await response.send_whole(msgspec.json.encode(builder.completion(text=text, audio=clip, done=done)))
 
 
 async def write_chat_stream(
@@ -156,10 +156,10 @@ async def write_speech_events(
     async for event in events:
         if isinstance(event, AudioDelta):
             if data := encoder.add(event):
-                await response.write(sse(speech_delta(data)))
+                await response.write(sse(SpeechDelta(data)))
         elif isinstance(event, Done):
             for data in await encoder.finish():
-                await response.write(sse(speech_delta(data)))
+                await response.write(sse(SpeechDelta(data)))
             await response.write(sse(speech_done(event.usage)))
             await response.end()
             return

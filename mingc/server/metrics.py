@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -17,10 +18,10 @@ from prometheus_client import (
 )
 from starlette.applications import Starlette
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from mingc import __version__
-from mingc.runtime.request import AudioDelta, Event, ServiceLoad, TextDelta, Usage
+from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -147,29 +148,17 @@ class Metrics:
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
-        self._counted_steps = self._counter(
-            "mingc_thinker_counted_steps",
-            "Decode steps whose experts were counted (--expert-usage-interval), by number of rows, padding included.",
-            "batch",
-        )
-        self._experts_read = self._counter(
-            "mingc_thinker_experts_read",
-            "Sum over the counted decode steps of the mean number of different experts per layer; divide by "
-            "mingc_thinker_counted_steps_total.",
-            "batch",
-        )
-        self._counted_experts: dict[int, tuple[int, float]] = {}
         self._generation_tokens = self._counter(
             "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
         self._audio_seconds = self._counter(
             "mingc_generated_audio_seconds", "Seconds of speech generated for finished requests."
         )
-        self._time_to_first_token = self._latency(
+        self.time_to_first_token = self._latency(
             "mingc_time_to_first_token_seconds",
             "Seconds from the end of the request body to the first text of a chat request.",
         )
-        self._time_to_first_audio = self._latency(
+        self.time_to_first_audio = self._latency(
             "mingc_time_to_first_audio_seconds",
             "Seconds from the end of the request body to the first audio of a chat or speech request.",
         )
@@ -183,7 +172,7 @@ class Metrics:
             buckets=_STAGE_S,
             registry=self._registry,
         )
-        self._between_tokens = self._latency(
+        self.between_tokens = self._latency(
             "mingc_inter_token_latency_seconds",
             "Seconds between two texts of a chat request, as they leave the model.",
             _BETWEEN_TOKENS_S,
@@ -257,11 +246,6 @@ class Metrics:
             self._listeners.labels(state).set(count)
         for use in load.memory:
             self._memory.labels(use.owner, use.device).set(use.num_bytes)
-        for num_rows, (num_steps, num_experts) in load.experts_read.items():
-            steps_before, experts_before = self._counted_experts.get(num_rows, (0, 0.0))
-            self._counted_steps.labels(str(num_rows)).inc(num_steps - steps_before)
-            self._experts_read.labels(str(num_rows)).inc(num_experts - experts_before)
-            self._counted_experts[num_rows] = num_steps, num_experts
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""
@@ -289,15 +273,16 @@ class Metrics:
         self._audio_seconds.inc(usage.audio_seconds)
 
     def observe_stages(self, timings_ms: Mapping[str, float]) -> None:
-        """Record the stages of a finished request from `Done.timings_ms`; those that it did not have are left out."""
+        """Record the stages of a finished request from `Done.timings_ms`; a stage that it did not have is left out."""
         for stage, (begin, end) in STAGES.items():
             first = 0.0 if begin is None else timings_ms.get(begin)
             last = timings_ms.get(end)
             if first is not None and last is not None:
                 self._stages.labels(stage).observe(max(0.0, last - first) / 1e3)
 
-    def latency_timer(self) -> LatencyTimer:
-        return LatencyTimer(self._time_to_first_token, self._time_to_first_audio, self._between_tokens)
+    def timer(self) -> RequestTimer:
+        """A timer of one request, started now."""
+        return RequestTimer(self)
 
 
 def describe_metrics() -> list[MetricInfo]:
@@ -305,52 +290,42 @@ def describe_metrics() -> list[MetricInfo]:
     return Metrics().describe()
 
 
-class LatencyTimer:
+class RequestTimer:
     """Times the first text, the first audio and the gaps between texts of one request, from its own creation."""
 
-    def __init__(self, first_token: Histogram, first_audio: Histogram, between_tokens: Histogram) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._start = time.monotonic()
-        self._waiting: dict[type, Histogram] = {TextDelta: first_token, AudioDelta: first_audio}
-        self._between_tokens = between_tokens
+        self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
         self._last_token: float | None = None
 
-    def see(self, event: Event) -> None:
+    @asynccontextmanager
+    async def measure(self, events: AsyncIterator[Event]) -> AsyncIterator[AsyncIterator[Event]]:
+        """Record metrics of `events`; on exit close the service's iterator, which cancels the request."""
+
+        async def watched() -> AsyncIterator[Event]:
+            async for event in events:
+                self._see(event)
+                yield event
+
+        try:
+            yield watched()
+        finally:
+            close = getattr(events, "aclose", None)  # AsyncIterator does not promise it; generators have it
+            if close is not None:
+                await close()
+
+    def _see(self, event: Event) -> None:
         now = time.monotonic()
-        histogram = self._waiting.pop(type(event), None)
-        if histogram is not None:
+        if (histogram := self._first.pop(type(event), None)) is not None:
             histogram.observe(now - self._start)
         if isinstance(event, TextDelta):
             if self._last_token is not None:
-                self._between_tokens.observe(now - self._last_token)
+                self._metrics.between_tokens.observe(now - self._last_token)
             self._last_token = now
-
-
-class RequestCounter:
-    """ASGI middleware that counts requests by the pattern of their route; raw paths would be unbounded."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_GONE
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception:
-            status = "500"  # the layer above answers with it
-            raise
-        finally:
-            self._metrics.count(route_of(scope), status)
+        elif isinstance(event, Done):
+            self._metrics.count_usage(event.usage)
+            self._metrics.observe_stages(event.timings_ms)
 
 
 def route_of(scope: Scope) -> str:

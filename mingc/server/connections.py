@@ -23,9 +23,9 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
 from mingc.errors import ConfigError, RequestError
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.response_schemas import encode_json, error_body
+from mingc.server.error_objects import encode_error
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,7 +238,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return  # a response has begun: it can only break off
         self._table.metrics.count("unmatched", str(error.status))
-        body = encode_json({**error_body(error)})
+        body = encode_error(error)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
