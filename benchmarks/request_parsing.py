@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -137,15 +136,11 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
 
 
 def _first_module(*names: str) -> ModuleType:
-    """The first module that exists; the later names are those of earlier commits."""
-    return importlib.import_module(next(name for name in names if _exists(name)))
-
-
-def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # nor does its package
-        return False
+    """The first module that this folder's package has; later names are those of earlier commits."""
+    root = Path(importlib.import_module("mingc").__path__[0]).parent
+    return importlib.import_module(
+        next(name for name in names if (root / name.replace(".", "/")).with_suffix(".py").is_file())
+    )
 
 
 def _memory(field: str) -> int:

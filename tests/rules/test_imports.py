@@ -141,7 +141,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
+    # What every kind of session shares; a folder for each kind beside it; the app knows them all.
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.runtime"),
+    "mingc.server.http": ("mingc", "mingc.errors", "mingc.host", "mingc.runtime", "mingc.server"),
+    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -180,6 +183,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.service",
         "mingc.server",
+        "mingc.server.app",
+        "mingc.server.http",
         "mingc.text",
     ),
     "mingc.doctor": (
