@@ -238,7 +238,7 @@ def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it(
     ends: list[str] = []
 
     async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
-        await response.send_whole(b"{}")
+        await response.send_whole("application/json", b"{}")
         for _ in range(10):
             await asyncio.sleep(0)
         ends.append("done")

@@ -26,12 +26,14 @@ from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
 from mingc.server.http.response_schemas import ChatResponseBuilder, sse
 from mingc.server.http.streaming import (
+    JSON,
+    SSE,
     ResponseWriter,
-    write_chat,
-    write_chat_stream,
-    write_speech,
-    write_speech_events,
-    write_speech_stream,
+    chat_chunks,
+    chat_completion,
+    speech_clip,
+    speech_events,
+    speech_parts,
 )
 from mingc.server.metrics import route_of
 from mingc.server.options import ServeOptions
@@ -133,8 +135,7 @@ class GenerationRoute:
             log.warning("%s: stream ended by %s", route, type(error).__name__)
             self._state.server.metrics.stream_errors.labels(route).inc()
             if response.is_sse:
-                await response.write(sse(error_response(error)))
-                await response.end()
+                await response.end_with_event(sse(error_response(error)))
 
 
 async def run_while_connected(
@@ -192,8 +193,10 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
         request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
     )
     async with timer.measure(server.service.chat(request)) as events:
-        write = write_chat_stream if parsed.stream else write_chat
-        await write(events, builder, audio, response)
+        if parsed.stream:
+            await response.send_stream(SSE, chat_chunks(events, builder, audio))
+        else:
+            await response.send_whole(JSON, await chat_completion(events, builder, audio))
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
@@ -210,7 +213,11 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
         speech=parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
     )
-    response.content_type = audio.content_type
     async with timer.measure(server.service.speech(request)) as events:
-        writers = {"whole": write_speech, "audio": write_speech_stream, "sse": write_speech_events}
-        await writers[parsed.delivery](events, audio, response)
+        match parsed.delivery:
+            case "whole":
+                await response.send_whole(audio.content_type, await speech_clip(events, audio))
+            case "audio":
+                await response.send_stream(audio.content_type, speech_parts(events, audio))
+            case "sse":
+                await response.send_stream(SSE, speech_events(events, audio))
