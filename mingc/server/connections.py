@@ -274,7 +274,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
+        for index in range(_ACCEPTS):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -282,7 +282,9 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
-                self._pause(error)
+                # Linux needs a descriptor even to see that nobody waits: only the first call is known to have a client.
+                if index == 0:
+                    self._pause(error)
                 return
             self._open(connection)
 

@@ -81,19 +81,21 @@ MediaContent = ImageContent | AudioContent | AudioUrlContent | VideoContent
 Content = str | Annotated[list[TextContent | MediaContent], Meta(max_length=MAX_PARTS)]
 
 
-class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+class _GivenMessage(Struct, tag_field="role", forbid_unknown_fields=True):
     content: Content | None = None
     name: Raw = _ABSENT
 
 
-class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
-    content: Content | None = None
-    name: Raw = _ABSENT
+class SystemMessage(_GivenMessage, tag="system"):
+    pass
 
 
-class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
-    content: Content | None = None
-    name: Raw = _ABSENT
+class DeveloperMessage(_GivenMessage, tag="developer"):
+    pass
+
+
+class UserMessage(_GivenMessage, tag="user"):
+    pass
 
 
 class EarlierAudio(Struct):
@@ -269,7 +271,7 @@ _Body = TypeVar("_Body", bound=Struct)
 
 def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
     """A struct of the same name that also has the refused and the ignored fields, undecoded."""
-    others = {name: f"Not supported: {why}." for name, (why, _) in refused.items()}
+    others = {name: f"Only with a value that requests nothing: {why}." for name, (why, _) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [
         (name, Annotated[Raw, Meta(description=text)], field(default_factory=Raw))
