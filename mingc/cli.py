@@ -534,6 +534,8 @@ def serve_command(
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
         from mingc.console.report import show
+        from mingc.media.decoder_pool import DecoderPool
+        from mingc.media.options import MediaOptions
         from mingc.runtime.service.builder import open_service
         from mingc.runtime.service.options import EngineOptions
         from mingc.server.http.api_keys import ApiKeys
@@ -541,6 +543,10 @@ def serve_command(
         from mingc.server.http.logs import configure_logging
         from mingc.server.http.server import bind_socket, create_app, serve
 
+    media = MediaOptions(
+        max_media_memory=options.pop("max_media_memory"),
+        media_decode_timeout_s=options.pop("media_decode_timeout_s"),
+    )
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"),
         num_torch_threads=options.pop("threads"),
@@ -549,14 +555,15 @@ def serve_command(
         **options,
     )
     configure_logging(log_level, log_format)
-    for resolved in (http, engines):
+    for resolved in (http, media, engines):
         show(resolved, as_json=False, stream=sys.stderr)
     if public_key is not None:
         _require_signature(artifact, public_key, is_hashed=engines.check_hashes)
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
-    service = open_service(artifact, engines, clock)
+    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+    service = open_service(artifact, engines, clock, media=decoders)
     if is_self_checked and not _is_as_recorded(service, artifact, engines.target, clock):
         return EXIT_FOUND_PROBLEMS
     # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while

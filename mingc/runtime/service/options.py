@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from mingc.artifacts.engine_choice import parse_choice
 from mingc.errors import ConfigError
-from mingc.media.decoder_pool import DEFAULT_TIMEOUT_S
-from mingc.media.limits import DEFAULT_MEDIA_BYTES
 from mingc.runtime.encoders.cache import DEFAULT_BYTES
 from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S
 from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
@@ -26,8 +24,6 @@ _OPTIONS = {
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
     "encoder_cache": "--encoder-cache",
-    "max_media_memory": "--max-media-memory",
-    "media_decode_timeout_s": "--media-decode-timeout",
     "expert_usage_interval_s": "--expert-usage-interval",
 }
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
@@ -66,9 +62,6 @@ class EngineOptions:
         step_timeout_s: time after which a step of the thinker's ranks counts as hanging, which ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_names: names of the model for clients, the first in responses; none: the name given at export.
-        max_media_memory: bytes of host memory for decoding the media of one request. Each of the
-            `num_preprocess_threads` has a decoder process, so the total is that many times larger.
-        media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
         expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
@@ -98,8 +91,6 @@ class EngineOptions:
     check_hashes: bool = False
     served_model_names: tuple[str, ...] = ()
     parse_special_tokens: bool = False
-    max_media_memory: int = DEFAULT_MEDIA_BYTES
-    media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
     expert_usage_interval_s: float = 0.0
     talker_depth: int | None = None
@@ -118,9 +109,8 @@ class EngineOptions:
             and not isinstance(value, bool)
             and value < least
         ]
-        for name in ("step_timeout_s", "media_decode_timeout_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
+        if not 0 < self.step_timeout_s < math.inf:
+            problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
         if not 0 <= self.expert_usage_interval_s < math.inf:
             value = self.expert_usage_interval_s
             problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")

@@ -12,6 +12,7 @@ from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
+from mingc.media.task import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -66,7 +67,9 @@ def replay_served(
         logs.append(log)
         with log.case("service"):
             service = open_service(
-                artifact.root, replace(options, engines=engines, target=fingerprint.target)
+                artifact.root,
+                replace(options, engines=engines, target=fingerprint.target),
+                media=InProcessDecoder(),
             )
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
