@@ -242,9 +242,8 @@ class ServiceLoad:
     that were given to other requests (`evicted_pages`), and images, videos and clips that were not encoded again
     (`encoder_hits`) or were encoded (`encoder_misses`). At present: pages in the prefix cache, those in use included
     (`cached_pages`), and bytes of cached embeddings (`encoder_cache_bytes`). `listeners`: live speech being generated,
-    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `experts_read`:
-    by rows of a decode step, the number of such steps counted since the start, and the sum over these steps of the mean
-    number of different experts per layer. `memory`: allocated at start.
+    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `memory`:
+    allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -260,7 +259,6 @@ class ServiceLoad:
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
     memory: tuple[MemoryUse, ...] = ()
-    experts_read: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Service(Protocol):

@@ -655,7 +655,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
     scheduler.num_prefilled, scheduler.num_reused, scheduler.pool.num_evicted = 30, 40, 50
     fix(cache, num_hits=60, num_misses=70, num_bytes=80)
     fix(talkers, num_waiting=3, listeners={"late": 4}, num_underruns=9)
-    fix(service._chat.loop.expert_usage, totals={1: (2, 8.0)})
     service._memory = (MemoryUse(device="cpu", owner="kv_pages", num_bytes=1),)
     total = scheduler.pool.num_pages - 1
     try:
@@ -673,7 +672,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
             listeners={"late": 4},
             num_underruns=9,
             memory=service._memory,
-            experts_read={1: (2, 8.0)},
         )
     finally:
         monkeypatch.undo()

@@ -158,13 +158,11 @@ class OmniService:
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
-        experts_read: Mapping[int, tuple[int, float]] = {}
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
-            experts_read = self._chat.loop.expert_usage.totals
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -191,7 +189,6 @@ class OmniService:
             listeners=listeners,
             num_underruns=num_underruns,
             memory=self._memory,
-            experts_read=experts_read,
             **caches,
         )
 

@@ -31,7 +31,6 @@ from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
-from mingc.runtime.thinker.expert_usage import ExpertsRead, ExpertUsage
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
@@ -59,9 +58,6 @@ class StepRunner(Protocol):
 
     @property
     def latency_model(self) -> StepLatencyModel | None: ...
-
-    @property
-    def experts_read(self) -> ExpertsRead | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
@@ -113,7 +109,6 @@ class _Launched:
         at: time of the launch (`time.perf_counter`), including earlier queued layer groups.
         prefill_ms: measured time of these layer groups.
         num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
-        experts: what the decode step read, if it was counted.
     """
 
     rows: list[tuple[int, _Running]]
@@ -121,7 +116,6 @@ class _Launched:
     at: float
     prefill_ms: float
     num_decoding: int
-    experts: ExpertsRead | None = None
 
 
 class ThinkerLoop(EngineThread):
@@ -130,10 +124,6 @@ class ThinkerLoop(EngineThread):
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
         prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
-        expert_usage_interval_s: seconds between two decode steps that are counted (`ExpertUsage`); 0: none is counted.
-
-    Attributes:
-        expert_usage: experts that counted decode steps have read.
     """
 
     def __init__(
@@ -144,10 +134,8 @@ class ThinkerLoop(EngineThread):
         stop_ids: Sequence[int],
         vocab_size: int,
         prefix_salt: bytes | None = None,
-        expert_usage_interval_s: float = 0.0,
     ) -> None:
         super().__init__("thinker")
-        self.expert_usage = ExpertUsage(interval_s=expert_usage_interval_s)
         self._runner = runner
         self.scheduler = scheduler
         self._stop_ids = frozenset(stop_ids)
@@ -376,8 +364,6 @@ class ThinkerLoop(EngineThread):
         except Exception as error:
             self._fail_step(requests, error)
             return
-        if step.counts_experts:
-            self._record_experts(self._runner.experts_read, len(requests))
         self._sample(requests, logits)
 
     def _launch_and_collect(self, requests: Sequence[int], num_uncollected: int) -> None:
@@ -387,8 +373,7 @@ class ThinkerLoop(EngineThread):
             if launchable:
                 step = self._decode_step(launchable)
                 launched = self._runner.launch_decode(step, with_logits=self._records_logits(launchable))
-                experts = self._runner.experts_read if step.counts_experts else None
-                self._add_launched(launchable, launched, len(launchable), experts)
+                self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
@@ -397,16 +382,10 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in affected if request in self._requests], error)
 
-    def _add_launched(
-        self,
-        requests: Sequence[int],
-        launched: LaunchedTokens,
-        num_decoding: int,
-        experts: ExpertsRead | None = None,
-    ) -> None:
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
         at = self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
-        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding, experts))
+        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding))
         self._pending_prefill_ms = 0.0
         for _, running in rows:
             running.pending += 1
@@ -418,27 +397,14 @@ class ThinkerLoop(EngineThread):
         self._launched.popleft()
         start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - start)
-        if launched.experts is not None:
-            self._record_experts(launched.experts, launched.num_decoding)
-        else:  # a counted step is not captured, and so takes longer than others
-            self.scheduler.prefill_policy.observe(
-                ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
-            )
+        self.scheduler.prefill_policy.observe(
+            ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
+        )
         for row, ((request, running), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if self._requests.get(request) is running:
                 running.pending -= 1
                 recorded = logits[row] if logits is not None and running.records_logits else None
                 self._append_token(request, None if token == NOT_FINITE else token, recorded)
-
-    def _record_experts(self, experts: ExpertsRead | None, num_decoding: int) -> None:
-        """Log and add up what a counted decode step of `num_decoding` requests has read."""
-        assert experts is not None, "the step was counted"
-        counts = experts.wait()
-        mean = self.expert_usage.add(experts.num_rows, counts)
-        log.info(
-            "a decode step of %d requests in a batch of %d read %.1f experts a layer, %d to %d",
-            *(num_decoding, experts.num_rows, mean, min(counts), max(counts)),
-        )
 
     def _records_logits(self, requests: Sequence[int]) -> bool:
         return any(self._requests[request].records_logits for request in requests)
@@ -460,7 +426,6 @@ class ThinkerLoop(EngineThread):
             pages=_page_table(pages),
             slots=slots,
             sampling=sampling,
-            counts_experts=self.expert_usage.take_turn(time.perf_counter()),
         )
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:

@@ -179,7 +179,6 @@ class StepRecorder:
         self.device = runner.device
         self.num_layer_groups = runner.num_layer_groups
         self.latency_model = None
-        self.experts_read = None
         self.begin(lambda page: 0, (), None)
 
     def begin(
