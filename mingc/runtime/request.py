@@ -148,25 +148,26 @@ class Usage:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None for text that no token of its own adds. `logits`: see `TokenItem`.
+    `token` is None for text that completes an answer without a new token.
     """
 
     text: str
     token: int | None = None
-    logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AudioDelta:
-    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and the values they were computed
-    from.
+    """One patch of speech, from the talker's worker to the client.
 
-    `latents` (p, latent) float32 and `stop_probability`: see `PatchItem`.
+    Attributes:
+        samples: (n,) float32 mono in [-1, 1] at the artifact's sample rate.
+        is_segment_end: whether its segment ends with this patch.
+        is_capped: whether the segment ends because of its cap and not by the stop rule.
     """
 
     samples: NDArray[np.float32]
-    latents: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    stop_probability: float = 0.0
+    is_segment_end: bool = False
+    is_capped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,7 @@ from mingc.runtime.request import (
     TextDelta,
     TextPart,
 )
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
+from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -536,13 +536,7 @@ class Change:
     differs: tuple[str, ...]
 
 
-UNREAD = PatchItem(
-    samples=np.zeros(1, np.float32),
-    latents=None,
-    stop_probability=0.0,
-    is_segment_end=False,
-    is_capped=False,
-)
+UNREAD = AudioDelta(samples=np.zeros(1, np.float32))
 REFUSED = ("refused",)
 ALL_IMAGES = ("image prompt", "small image prompt", "large image prompt")
 # By stage and parameter. A string in place of a change: why no part of the service depends on the number.

@@ -47,7 +47,6 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService, _encoded, _prepare
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
-from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.http.metrics import Metrics
 
@@ -723,18 +722,16 @@ def test_what_a_spoken_chat_gives_to_its_parts(
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_what_a_speech_request_gives_to_its_stream(is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[bool] = []
-    real = TalkerLoop.open
-
-    def record(self: TalkerLoop, *arguments: Any, is_live: bool = False) -> int:
-        opened.append(is_live)
-        return real(self, *arguments, is_live=is_live)
-
-    monkeypatch.setattr(TalkerLoop, "open", record)
+def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
-    run(service, collect(service.speech(replace(speech_request("Hello there."), is_live=is_live))))
-    assert opened == [is_live]
+
+    async def num_listeners() -> int:
+        request = replace(speech_request("Hello there."), is_live=is_live)
+        async with contextlib.aclosing(service.speech(request)) as events:
+            await anext(events)
+            return sum(service.load.listeners.values())
+
+    assert run(service, num_listeners()) == is_live
 
 
 def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:

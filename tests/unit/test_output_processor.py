@@ -29,7 +29,7 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.runtime.request_stream import EventQueue, FailedItem, Item, PatchItem, RequestStream, TokenItem
+from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
 from mingc.runtime.service import output_processor
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
@@ -215,23 +215,6 @@ def test_an_answer_cut_inside_a_character_ends_as_python_decodes_it(text: str, h
         shown, done, _ = answer(ids, stop=stop, has_stop_token=has_stop_token)
         assert shown == raw.decode(errors="replace")
         assert done.usage.completion_tokens == len(ids)
-
-
-def test_the_logits_of_a_stop_token_belong_to_no_text() -> None:
-    """A character that the stop token cuts off ends the text, but there is one row of logits per token."""
-    run = text_processor()
-    ids = encode("好")[:-1]
-    rows = [np.full(3, value, np.float32) for value in range(len(ids) + 1)]
-    events: list[Event] = []
-    for token, finish, row in zip([*ids, None], [None] * len(ids) + ["stop"], rows, strict=True):
-        events += run.accept(TokenItem(token=token, finish=cast(FinishReason, finish), logits=row))
-    deltas = [event for event in events if isinstance(event, TextDelta)]
-    assert [(each.token, each.logits is None) for each in deltas] == [
-        *((token, False) for token in ids),
-        (None, True),
-    ]
-    assert deltas[-1].text == "\ufffd"
-    assert all(np.array_equal(each.logits, row) for each, row in zip(deltas[:-1], rows, strict=False))
 
 
 def token_bytes(ids: Iterable[int]) -> bytes:
@@ -444,14 +427,8 @@ def speech_stream(
     return stream, items, talker
 
 
-def patch(*, is_segment_end: bool = False, is_capped: bool = False) -> PatchItem:
-    return PatchItem(
-        samples=np.zeros(10, np.float32),
-        latents=np.zeros((1, 2), np.float32),
-        stop_probability=0.1,
-        is_segment_end=is_segment_end,
-        is_capped=is_capped,
-    )
+def patch(*, is_segment_end: bool = False, is_capped: bool = False) -> AudioDelta:
+    return AudioDelta(samples=np.zeros(10, np.float32), is_segment_end=is_segment_end, is_capped=is_capped)
 
 
 def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_read() -> None:
@@ -466,8 +443,8 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
     async def read() -> None:
         for num_wakes in (1, 1, 1):  # woken once, by the read that makes room
             item = await items.get(1.0)
-            assert isinstance(item, PatchItem)
-            stream.consumed(item)
+            assert isinstance(item, AudioDelta)
+            stream.consume(item)
             assert talker.num_wakes == num_wakes and not talker.is_behind()
             assert talker.playing == [7], "once: its first audio leaves the server"
 

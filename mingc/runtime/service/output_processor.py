@@ -13,6 +13,7 @@ from dataclasses import replace
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     AudioDelta,
     Done,
@@ -24,7 +25,7 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem, RequestStream, TokenItem
+from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.live import LiveSegment, LiveSegmenter
@@ -59,6 +60,7 @@ class SpeechStream:
     Args:
         max_pending_patches: unread patches at which the talker stops generating for this request.
         is_live: whether the speech is paced: played while it is generated.
+        recorder: of all patches.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SpeechStream:
         noise: NoiseSource,
         max_pending_patches: int,
         is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self._planner = planner
         self._loop = loop
@@ -86,7 +89,10 @@ class SpeechStream:
         self.was_capped = False
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
-            stream.put, lambda: stream.num_pending_patches >= max_pending_patches, is_live=is_live
+            stream.put,
+            lambda: stream.num_pending_patches >= max_pending_patches,
+            is_live=is_live,
+            recorder=recorder,
         )
 
     @property
@@ -103,17 +109,16 @@ class SpeechStream:
             self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
 
-    def consumed(self, item: PatchItem) -> AudioDelta:
-        """Count a patch that was taken from the request's stream, and return its event, which is sent at once."""
+    def consume(self, patch: AudioDelta) -> None:
+        """Count a patch that was taken from the request's stream and is sent at once."""
         if not self.num_patches:
             self._loop.begin_playback(self._stream)
         self.num_patches += 1
-        self.num_samples += len(item.samples)
-        self.was_capped |= item.is_capped
-        self._num_ended += item.is_segment_end
+        self.num_samples += len(patch.samples)
+        self.was_capped |= patch.is_capped
+        self._num_ended += patch.is_segment_end
         if self._request_stream.num_pending_patches == self._limit - 1:
             self._loop.wake()
-        return AudioDelta(samples=item.samples, latents=item.latents, stop_probability=item.stop_probability)
 
     def close(self) -> None:
         self._loop.cancel(self._stream)
@@ -174,10 +179,11 @@ class ChatOutputProcessor:
                 raise item.error
             case TokenItem() if not self.is_text_done:  # tokens after a stop string may still arrive
                 events += self._accept_token(item)
-            case PatchItem() if self._speech_stream is not None:
+            case AudioDelta() if self._speech_stream is not None:
                 self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
                 self._timings.mark("first_audio")
-                events.append(self._speech_stream.consumed(item))
+                self._speech_stream.consume(item)
+                events.append(item)
             case None:
                 self._enqueue_speech(self._segmenter.tick())
         if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
@@ -199,9 +205,7 @@ class ChatOutputProcessor:
             self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
         events: list[Event] = []
         if text or item.token is not None:
-            # Text that a stop token ends has no token, so no logits either.
-            logits = None if item.token is None else item.logits
-            events.append(TextDelta(text=text, token=item.token, logits=logits))
+            events.append(TextDelta(text=text, token=item.token))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
             self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
@@ -245,11 +249,12 @@ class SpeechOutputProcessor:
         """See `ChatOutputProcessor.accept`."""
         if isinstance(item, FailedItem):
             raise item.error
-        if not isinstance(item, PatchItem):
+        if not isinstance(item, AudioDelta):
             raise WorkerError(f"a speech request received {type(item).__name__}")
         self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
         self._timings.mark("first_audio")
-        events: list[Event] = [self._speech_stream.consumed(item)]
+        self._speech_stream.consume(item)
+        events: list[Event] = [item]
         if self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")

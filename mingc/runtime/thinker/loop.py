@@ -28,6 +28,7 @@ from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
@@ -74,7 +75,7 @@ class _Running:
     max_tokens: int
     row: SamplerRow
     emit: Callable[[Item], None]
-    records_logits: bool
+    recorder: Recorder | None
     keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
@@ -82,13 +83,8 @@ class _Running:
     prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
     reused: int = 0  # prompt tokens that were not computed, because their pages were cached
 
-    def item(
-        self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
-    ) -> TokenItem:
-        """The item of one token of the answer."""
-        return TokenItem(
-            token=token, finish=finish, logits=logits, reused_tokens=self.reused, begun_at=self.begun_at
-        )
+    def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
+        self.emit(TokenItem(token=token, finish=finish, reused_tokens=self.reused, begun_at=self.begun_at))
 
     @property
     def num_tokens(self) -> int:
@@ -194,12 +190,12 @@ class ThinkerLoop(EngineThread):
         emit: Callable[[Item], None],
         *,
         keys: Sequence[bytes] | None = None,
-        records_logits: bool = False,
+        recorder: Recorder | None = None,
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. With
-        `records_logits` every token is emitted with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. `recorder`
+        gets the logits of every token.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -216,7 +212,7 @@ class ThinkerLoop(EngineThread):
             self._check_healthy()
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
-            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits, keys)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit, recorder, keys)
             self._notify()
         return request
 
@@ -403,11 +399,11 @@ class ThinkerLoop(EngineThread):
         for row, ((request, running), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if self._requests.get(request) is running:
                 running.pending -= 1
-                recorded = logits[row] if logits is not None and running.records_logits else None
+                recorded = logits[row] if logits is not None and running.recorder is not None else None
                 self._append_token(request, None if token == NOT_FINITE else token, recorded)
 
     def _records_logits(self, requests: Sequence[int]) -> bool:
-        return any(self._requests[request].records_logits for request in requests)
+        return any(self._requests[request].recorder is not None for request in requests)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         running = [self._requests[request] for request in requests]
@@ -432,7 +428,7 @@ class ThinkerLoop(EngineThread):
         ids = sample(logits, [self._requests[request].row for request in requests])
         for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
             recorded = None
-            if self._requests[request].records_logits:
+            if self._requests[request].recorder is not None:
                 recorded = logits[row].float().cpu().numpy().copy()  # valid until the next step only
             self._append_token(request, token, recorded)
 
@@ -444,13 +440,15 @@ class ThinkerLoop(EngineThread):
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
-            running.emit(running.item(None, "stop", logits))
+            running.emit_token(None, "stop")
             self._remove(request)
             return
+        if running.recorder is not None and logits is not None:
+            running.recorder.logits.append(logits)
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(running.item(token, finish, logits))
+        running.emit_token(token, finish)
         if finish is not None:
             self._remove(request)
 
