@@ -60,6 +60,7 @@ from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.text.segment import iter_speech_segments
+from mingc.text.spoken import SpokenText
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
@@ -259,12 +260,16 @@ class OmniService:
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
         with self._begin(is_chat=True) as stream:
             speech_stream: SpeechStream | None = None
+            spoken_text: SpokenText | None = None
             job: int | None = None
             try:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
                         speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
+                    )
+                    spoken_text = SpokenText(
+                        speech.max_segment_length, is_reproducible=seed is not None or noise is not None
                     )
                 prompt, keys, encoded = await self._offload(
                     lambda: _prepare(pipeline, prepare, timings, stream)
@@ -279,8 +284,7 @@ class OmniService:
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
-                    is_reproducible=speech_stream is not None and (seed is not None or noise is not None),
-                    max_segment_length=0 if speech is None else speech.max_segment_length,
+                    spoken_text=spoken_text,
                     sample_rate=self._info.sample_rate,
                     timings=timings,
                 )

@@ -5,7 +5,6 @@ Pure logic between a `RequestStream` and the client: it neither waits nor runs a
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,11 +27,8 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.text.live import LiveSegment, LiveSegmenter
-from mingc.text.segment import speech_segments
-from mingc.text.stream_filters import StopStrings, ThoughtFilter
-
-_TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
+from mingc.text.spoken import SpokenText
+from mingc.text.stream_filters import StopStrings
 
 
 class Timings:
@@ -127,8 +123,7 @@ class SpeechStream:
 class ChatOutputProcessor:
     """Events of one chat answer: its text, and its speech if a speech stream is given.
 
-    The first speech segment is sent after a maximum wait, so where it ends depends on how fast tokens arrive. With
-    `is_reproducible` segments depend on the text alone.
+    `spoken_text` gives the pieces for `speech_stream`; either both are None or neither.
     """
 
     def __init__(
@@ -138,8 +133,7 @@ class ChatOutputProcessor:
         *,
         prompt_tokens: int,
         speech_stream: SpeechStream | None,
-        is_reproducible: bool,
-        max_segment_length: int,
+        spoken_text: SpokenText | None,
         sample_rate: int,
         timings: Timings,
     ) -> None:
@@ -149,10 +143,7 @@ class ChatOutputProcessor:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = self._reused_tokens = 0
         self._speech_stream = speech_stream
-        self._segmenter = LiveSegmenter(first_wait_ms=math.inf) if is_reproducible else LiveSegmenter()
-        self._thoughts = ThoughtFilter()
-        self._is_timed = speech_stream is not None and not is_reproducible
-        self._max_segment_length = max_segment_length
+        self._spoken_text = spoken_text
         self._sample_rate = sample_rate
         self._timings = timings
         self._finish: FinishReason | None = None
@@ -169,7 +160,7 @@ class ChatOutputProcessor:
     @property
     def wait_s(self) -> float | None:
         """How long to wait for the next item before passing None to `accept`."""
-        return _TICK_S if self._is_timed and not self.is_text_done else None
+        return None if self._spoken_text is None or self.is_text_done else self._spoken_text.tick_s
 
     def accept(self, item: Item | None) -> list[Event]:
         """Events that follow from an item; None is a timer tick. Raises: the error of a failed request."""
@@ -184,8 +175,8 @@ class ChatOutputProcessor:
                 self._timings.mark("first_audio")
                 self._speech_stream.consume(item)
                 events.append(item)
-            case None:
-                self._enqueue_speech(self._segmenter.tick())
+            case None if self._spoken_text is not None:
+                self._speak(self._spoken_text.tick())
         if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
             events.append(self._done())
         return events
@@ -201,14 +192,15 @@ class ChatOutputProcessor:
         if item.finish is not None and not is_stopped:
             rest, is_stopped = self._find_stop(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
-        if self._speech_stream is not None:
-            self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
+        if self._spoken_text is not None:
+            self._speak(self._spoken_text.push(text))
         events: list[Event] = []
         if text or item.token is not None:
             events.append(TextDelta(text=text, token=item.token))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
-            self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
+            if self._spoken_text is not None:
+                self._speak(self._spoken_text.finish())
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events
@@ -217,11 +209,9 @@ class ChatOutputProcessor:
         """See `StopStrings.push`. Text of the first `min_tokens` tokens is not searched."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
-    def _enqueue_speech(self, segments: Iterable[LiveSegment]) -> None:
-        if self._speech_stream is not None:
-            for segment in segments:
-                pieces = speech_segments(segment.text, self._max_segment_length, state=segment.state)
-                self._speech_stream.enqueue(pieces)
+    def _speak(self, pieces: Iterable[str]) -> None:
+        assert self._speech_stream is not None, "text is spoken into a stream"
+        self._speech_stream.enqueue(pieces)
 
     def _done(self) -> Done:
         self._is_done = True
