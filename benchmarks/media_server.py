@@ -157,7 +157,6 @@ class _PacedRunner:
     samples_on_device = False
     num_layer_groups = 1
     latency_model = None
-    experts_read = None
 
     def __init__(self, token: int) -> None:
         self._logits = torch.zeros(_VOCAB)

@@ -429,13 +429,6 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Seconds that a thinker step may take before its ranks count as lost.",
 )
 @click.option(
-    "--expert-usage-interval",
-    "expert_usage_interval_s",
-    type=float,
-    default=0.0,
-    help="Seconds between two decode steps whose experts are counted and logged; 0: none is counted.",
-)
-@click.option(
     "--drain-seconds",
     "drain_s",
     type=float,

@@ -35,7 +35,7 @@ OPTIONS = {
     "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
     "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
-    "--debug --drain-seconds --encoder-cache --engines --expert-usage-interval --header-timeout --host --json "
+    "--debug --drain-seconds --encoder-cache --engines --header-timeout --host --json "
     "--log-format --log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes "
     "--max-media-memory --max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes "
     "--max-total-tokens --media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens "
@@ -85,7 +85,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
             "--media-timeout": 30.0,
             "--speech-lead": 3,
             "--step-timeout": 60.0,
-            "--expert-usage-interval": 0.0,
             "--drain-seconds": 2.0,
             "--shutdown-timeout": 5.0,
         },

@@ -36,14 +36,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
-    # Routers of steps whose experts a server counts, in plain torch.
-    "mingc.kernels.rms_norm": (),
-    "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
     "mingc.kernels": (
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.artifacts.target",
         "mingc.host.machine",
         "mingc.kernels.chunk_layout",
@@ -62,8 +57,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
         "mingc.media.dsp",
@@ -100,8 +93,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.prompts",
         "mingc.runtime",

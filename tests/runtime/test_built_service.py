@@ -64,7 +64,7 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
 )
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
+from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -514,13 +514,7 @@ class Change:
     differs: tuple[str, ...]
 
 
-UNREAD = PatchItem(
-    samples=np.zeros(1, np.float32),
-    latents=None,
-    stop_probability=0.0,
-    is_segment_end=False,
-    is_capped=False,
-)
+UNREAD = AudioDelta(samples=np.zeros(1, np.float32))
 REFUSED = ("refused",)
 ALL_IMAGES = ("image prompt", "small image prompt", "large image prompt")
 # By stage and parameter. A string in place of a change: why no part of the service depends on the number.
@@ -575,7 +569,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "read by steps whose experts are counted; tests/runtime/test_expert_usage.py",
+        "router": "describes the expert layers, which are in the engines",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),
@@ -627,7 +621,6 @@ OPTIONS: dict[str, Change] = {
     "check_hashes": Change(True, ("hashes",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
-    "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),

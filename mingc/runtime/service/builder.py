@@ -204,12 +204,6 @@ def _load_chat(
         return None, None
     _check_policy(manifest.graph, decoder, "autoregressive")
     thinker = manifest.parameters_of(decoder, ThinkerParameters)
-    if options.expert_usage_interval_s and thinker.router is None:
-        raise ConfigError(
-            f"the artifact does not say how the routers of {decoder} select experts",
-            where="--expert-usage-interval",
-            fix="leave it out; if the model has experts, export it again with this mingc",
-        )
     vision_stage, audio_stage = (
         _vision_encoder(manifest.graph, decoder),
         _audio_encoder(manifest.graph, decoder),
@@ -324,7 +318,6 @@ def _load_chat(
             prefix_salt=hashlib.sha256(manifest.to_json().encode()).digest()
             if options.prefix_cache
             else None,
-            expert_usage_interval_s=options.expert_usage_interval_s,
         ),
     )
     if media is not None and (vision is not None or audio is not None):

@@ -24,17 +24,15 @@ _OPTIONS = {
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
     "encoder_cache": "--encoder-cache",
-    "expert_usage_interval_s": "--expert-usage-interval",
 }
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
+_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
     "max_total_tokens": 1 << 40,
     "speech_lead": 10**6,
     "num_torch_threads": 1024,
     "step_timeout_s": 10**9,
-    "expert_usage_interval_s": 10**9,
 }
 
 
@@ -64,8 +62,6 @@ class EngineOptions:
         served_model_names: names of the model for clients, the first in responses; none: the name given at export.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
-        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
-            counted.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and
             token ids of the same texts.
@@ -92,7 +88,6 @@ class EngineOptions:
     served_model_names: tuple[str, ...] = ()
     parse_special_tokens: bool = False
     steps: StepOptions = DEFAULT_STEPS
-    expert_usage_interval_s: float = 0.0
     talker_depth: int | None = None
     prefix_cache: bool = True
     encoder_cache: int = DEFAULT_BYTES
@@ -111,9 +106,6 @@ class EngineOptions:
         ]
         if not 0 < self.step_timeout_s < math.inf:
             problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
-        if not 0 <= self.expert_usage_interval_s < math.inf:
-            value = self.expert_usage_interval_s
-            problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")

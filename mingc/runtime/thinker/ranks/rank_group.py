@@ -26,7 +26,6 @@ from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.expert_usage import ExpertsRead
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
@@ -167,11 +166,6 @@ class RankGroup:
     def latency_model(self) -> StepLatencyModel | None:
         """As `ThinkerWorker.latency_model`."""
         return self._worker.latency_model
-
-    @property
-    def experts_read(self) -> ExpertsRead | None:
-        """As `ThinkerWorker.experts_read`: every rank reads its share of the same experts."""
-        return self._worker.experts_read
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""
