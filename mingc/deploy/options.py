@@ -158,8 +158,6 @@ class DeployOptions:
             ]
         if self.cache is not None and self.fetch is None:
             problems.append("cache keeps what fetch writes, and fetch is missing")
-        if self.speech_artifact is not None and self.engines.engines:
-            problems.append("engines are of one artifact, but speech_artifact is a second one")
         if problems:
             raise ConfigError("; ".join(problems), where=WHERE, fix="see docs/deployment.md")
 

@@ -626,8 +626,6 @@ OPTIONS: dict[str, Change] = {
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
-    "engines": Change(("thinker=onnx",), REFUSED),
-    "target": Change("rtx:sm89", REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {

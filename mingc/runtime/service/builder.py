@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_hashes, fingerprint_problems, open_artifact
+from mingc.artifacts.artifact import (
+    Artifact,
+    check_fingerprint,
+    check_hashes,
+    fingerprint_problems,
+    open_artifact,
+)
 from mingc.artifacts.manifest import Fingerprint, Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -25,7 +31,6 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
-from mingc.artifacts.target_choice import explain_targets, needed_machine, with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, ServeError
 from mingc.host.machine import current_host, gpu_target
@@ -34,7 +39,7 @@ from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.engines.choice import with_engines
+from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, rank_weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
@@ -80,16 +85,11 @@ def open_service(
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
-        whole = open_artifact(root)
-        artifact = with_target(whole, current_host, options.target)
-        recorded = artifact.manifest.fingerprint
-        if whole.manifest.other_targets:
-            for fit in explain_targets(whole.manifest, current_host, options.target):
-                log.info(
-                    "%s engines %s: %s", fit.target, "loaded" if fit.is_loaded else "not loaded", fit.reason
-                )
-        artifact = with_engines(artifact, options.engines, loads=_loaded_stages(artifact.manifest, options))
+        artifact = open_artifact(root)
         manifest = artifact.manifest
+        recorded = manifest.fingerprint
+        check_fingerprint(recorded, current_host(recorded.device))
+        check_loadable(artifact, _loaded_stages(manifest, options))
         talker_devices = _talker_devices(options, manifest)
     if options.check_hashes:
         with clock.phase("compare hashes"):
@@ -255,8 +255,6 @@ def _load_chat(
             on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
-            engines=options.engines,
-            target=manifest.fingerprint.target,
         )
         processes.callback(runner.close)
     else:
@@ -555,5 +553,5 @@ def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
         raise IncompatibleError(
             f"{option} {device}: the engines do not run there: {', '.join(problems)}",
             where=option,
-            fix=f"name {needed_machine(recorded)}, or leave it out",
+            fix=f"name a GPU of compute capability {' or '.join(recorded.capability.split(','))}, or leave it out",
         )

@@ -7,7 +7,6 @@ import math
 import re
 from dataclasses import dataclass
 
-from mingc.artifacts.engine_choice import parse_choice
 from mingc.errors import ConfigError
 from mingc.runtime.encoders.cache import DEFAULT_BYTES
 from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S
@@ -67,8 +66,6 @@ class EngineOptions:
             token ids of the same texts.
         encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
-        engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        target: the target whose engines are run, if the artifact has several; None: the one that this machine selects.
     """
 
     tp: int | None = None
@@ -92,8 +89,6 @@ class EngineOptions:
     prefix_cache: bool = True
     encoder_cache: int = DEFAULT_BYTES
     loads_speech: bool = True
-    engines: tuple[str, ...] = ()
-    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -109,10 +104,6 @@ class EngineOptions:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
-        try:
-            parse_choice(self.engines)
-        except ConfigError as error:
-            problems.append(error.message)
         for name in self.talker_devices:
             if not _DEVICE.fullmatch(name):
                 problems.append(
