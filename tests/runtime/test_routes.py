@@ -18,16 +18,9 @@ from fake_service import FakeService
 from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.request import (
-    ChatRequest,
-    SamplingParams,
-    ServiceLoad,
-    SpeechParams,
-    SpeechRequest,
-    TextPart,
-    VideoParams,
-)
-from mingc.runtime.request import Message as RequestMessage
+from mingc.prompts.conversation import Message as RequestMessage
+from mingc.prompts.conversation import TextPart, VideoParams
+from mingc.runtime.request import ChatRequest, SamplingParams, ServiceLoad, SpeechParams, SpeechRequest
 from mingc.server.app import create_app
 from mingc.server.http.body import FREE_BYTES, BodyBudget, read_body
 from mingc.server.http.routes import (

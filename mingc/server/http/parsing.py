@@ -13,11 +13,12 @@ from typing import Literal
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.audio_format import AudioFormat
 from mingc.server.http.body import decode_body, decode_small
 from mingc.server.http.field_errors import invalid, missing, shorten, too_long, wrong_type
-from mingc.server.http.messages import MediaSource, parse_messages
+from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
     CHAT_REFUSED,
@@ -36,7 +37,7 @@ Delivery = Literal["whole", "audio", "sse"]
 class ParsedChat:
     """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
 
-    messages: tuple[Message[MediaSource], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None
     audio_format: AudioFormat

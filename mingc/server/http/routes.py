@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError
-from mingc.runtime.request import ChatRequest, MediaPart, ServiceInfo, SpeechRequest, TextPart
+from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
@@ -164,10 +164,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         message = await receive()
 
 
-def _size(part: TextPart | MediaPart) -> int:
-    return len(part.text if isinstance(part, TextPart) else part.data)
-
-
 async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/chat/completions`."""
     server = state.server
@@ -176,7 +172,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     parsed = await state.parse(parse_chat, body.take())
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
-    body.charge.set(sum(_size(part) for message in messages for part in message.parts))
+    body.charge.set(sum(message.size for message in messages))
     audio = (
         None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
     )
