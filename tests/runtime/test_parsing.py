@@ -73,19 +73,8 @@ def test_all_sampling_fields() -> None:
     assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)
 
 
-def test_neutral_values_of_unsupported_fields_pass() -> None:
-    chat(
-        n=1, tools=[], tool_choice="none", logprobs=False, logit_bias={}, frequency_penalty=0.0, presence_penalty=0,
-        response_format={"type": "text"}, top_k=-1, user="u", metadata={"a": "b"}, store=True, service_tier="auto",
-        stop=None, seed=None, audio=None, images=None, max_tokens=None, parallel_tool_calls=True,
-        verbosity="medium", reasoning_effort="none", functions=[], function_call="auto", top_logprobs=0,
-    )  # fmt: skip
-    answer = {
-        "role": "assistant",
-        "content": "a",
-        "tool_calls": [],
-        "function_call": None,
-    }  # as SDKs send it back
+def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
+    answer = {"role": "assistant", "content": "a", "tool_calls": [], "function_call": None}
     chat(messages=[*HELLO, answer, *HELLO])
     assert chat(top_k=-1).sampling.top_k == 0, "off"
     for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
@@ -96,19 +85,7 @@ def test_fields_of_vllm_are_served_or_request_nothing() -> None:
     call = chat(stop_token_ids=[5, 7.0], min_tokens=3, max_tokens=4)
     assert call.sampling == SamplingParams(max_tokens=4, stop_token_ids=(5, 7), min_tokens=3)
     assert chat(min_tokens=4, max_tokens=4).sampling.min_tokens == 4
-    assert chat(
-        n=1, best_of=1, use_beam_search=False, length_penalty=1.0, skip_special_tokens=True,
-        spaces_between_special_tokens=True, include_stop_str_in_output=False, prompt_logprobs=None, echo=False,
-        add_generation_prompt=True, continue_final_message=False, add_special_tokens=False, priority=0,
-        min_tokens=0, stop_token_ids=[], chat_template_kwargs={},
-    ) == chat()  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
-@pytest.mark.parametrize("is_on", [True, False])
-def test_templates_kwargs_switch_thinking(name: str, is_on: bool) -> None:
-    assert chat(chat_template_kwargs={name: is_on}).thinking == is_on
-    assert chat(chat_template_kwargs={name: is_on}, thinking=is_on).thinking == is_on
+    assert chat(min_tokens=0, stop_token_ids=[], chat_template_kwargs={}) == chat()
 
 
 def test_messages_keep_their_roles_in_order() -> None:
@@ -171,9 +148,6 @@ def test_speech_request() -> None:
     assert call.speech == SpeechParams(voice="Lina", instructions="slow", seed=1, max_steps=9)
     assert (call.text, call.audio_format, call.delivery) == ("Hello.", "pcm16", "whole")
     assert speech().speech.voice == "DB30"
-    assert speech(stream_format="sse").delivery == "sse"
-    assert speech(stream_format="audio", stream=True).delivery == "audio"
-    assert speech(stream=True).delivery == "audio"
     assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
 
 
@@ -187,13 +161,6 @@ def test_numbers_of_speech_keep_their_names() -> None:
 def test_seeds_of_64_bits_are_accepted_and_differ(seed: int) -> None:
     for parsed in (chat(seed=seed).sampling.seed, speech(seed=seed).speech.seed):
         assert parsed is not None and (parsed - seed) % (1 << 64) == 0 and 0 <= parsed < 1 << 64
-
-
-@pytest.mark.parametrize("seed", [-(1 << 63) - 1, 1 << 64])
-def test_longer_seeds_are_refused(seed: int) -> None:
-    with pytest.raises(RequestError) as caught:
-        chat(seed=seed)
-    assert caught.value.param == "seed"
 
 
 def test_the_longest_allowed_speech_is_accepted() -> None:
@@ -231,17 +198,6 @@ def test_every_field_of_the_openai_client_is_known() -> None:
     assert answer - {"role"} <= {*AssistantMessage.__struct_fields__}
 
 
-def test_fields_of_the_openai_client_that_mingc_has_no_use_for_are_ignored() -> None:
-    ignored = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "safety_identifier": "s",
-        "service_tier": "flex",
-    }
-    assert chat(**ignored, prompt_cache_key="k") == chat()
-
-
 @pytest.mark.parametrize("detail", get_args(get_type_hints(image_param.ImageURL)["detail"]))
 def test_every_detail_of_the_openai_client_is_accepted(detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "a.png", "detail": detail}}
@@ -256,17 +212,26 @@ def test_clips_of_every_container_are_accepted(name: str) -> None:
     assert [type(part) for part in message.parts] == [MediaPart]
 
 
+COUNT = ((1, 1 << 24), (0, (1 << 24) + 1))
+PIXELS = ((1, 1 << 30), (0, (1 << 30) + 1))
+
+
 @pytest.mark.parametrize(
     ("name", "ends", "beyond"),
     [
         ("temperature", (0, 2), (-0.01, 2.01)),
-        ("top_p", (0.001, 1), (0, 1.01)),
+        ("top_p", (1e-6, 1), (0, 1.0001)),
         ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
         ("min_p", (0, 1), (-0.01, 1.01)),
         ("repetition_penalty", (0.01, 10), (0.009, 10.1)),
-        ("max_tokens", (1, 1 << 24), (0, (1 << 24) + 1)),
-        ("video_fps", (0.1, 1000), (0, 1001)),
-        ("video_max_pixels", (1, 1 << 30), (0, (1 << 30) + 1)),
+        ("max_tokens", *COUNT),
+        ("max_completion_tokens", *COUNT),
+        ("seed", (-(1 << 63), (1 << 64) - 1), (-(1 << 63) - 1, 1 << 64)),
+        ("video_fps", (1e-6, 1000), (0, 1000.5)),
+        ("video_max_frames", *COUNT),
+        ("video_min_pixels", *PIXELS),
+        ("video_max_pixels", *PIXELS),
+        ("video_total_pixels", *PIXELS),
         ("guidance", (0, 20), (-0.1, 20.1)),
         ("sigma", (0, 10), (-0.1, 10.1)),
         ("audio.temperature", (0, 2), (-0.01, 2.01)),
@@ -696,36 +661,6 @@ def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
             speech(**{name: value})
 
 
-COUNT = ((1, 1 << 24), (0, (1 << 24) + 1))
-PIXELS = ((1, 1 << 30), (0, (1 << 30) + 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "ends", "beyond"),
-    [
-        ("max_tokens", *COUNT),
-        ("max_completion_tokens", *COUNT),
-        ("video_max_frames", *COUNT),
-        ("video_min_pixels", *PIXELS),
-        ("video_max_pixels", *PIXELS),
-        ("video_total_pixels", *PIXELS),
-        ("seed", (-(1 << 63), (1 << 64) - 1), (-(1 << 63) - 1, 1 << 64)),
-        ("video_fps", (1e-6, 1000), (0, 1000.5)),
-        ("top_p", (1e-6, 1), (0, 1.0001)),
-        ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
-    ],
-)
-def test_whole_numbers_of_a_chat_up_to_both_ends(
-    name: str, ends: tuple[float, float], beyond: tuple[float, float]
-) -> None:
-    for value in ends:
-        chat(**{name: value})
-    for value in beyond:
-        with pytest.raises(RequestError) as caught:
-            chat(**{name: value})
-        assert (caught.value.param, caught.value.code) == (name, "invalid_value")
-
-
 @pytest.mark.parametrize("name", ["max_steps", "max_new_tokens"])
 def test_steps_of_speech_have_two_names(name: str) -> None:
     for value in (1, 1 << 24, 7.0):
@@ -780,6 +715,7 @@ def test_a_stream_of_speech_is_asked_for_in_two_ways() -> None:
         ({"stream_format": "audio"}, "audio"),
         ({"stream_format": "sse"}, "sse"),
         ({"stream": True, "stream_format": "sse"}, "sse"),
+        ({"stream": True, "stream_format": "audio"}, "audio"),
     ):
         assert speech(**fields).delivery == delivery
 
@@ -800,6 +736,8 @@ def test_formats_of_speech() -> None:
     [
         ({}, False, None),
         ({"thinking": True}, True, None),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True, None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False, None),
         ({"thinking": True, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True, None),
         ({"thinking": False, "chat_template_kwargs": {"thinking": False}}, False, None),
         ({"chat_template_kwargs": {"enable_thinking": None, "thinking": True}}, True, None),

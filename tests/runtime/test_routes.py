@@ -296,15 +296,6 @@ def test_an_event_stream_that_fails_ends_with_the_error() -> None:
     assert b'"error"' in client.body and client.sent[-1]["more_body"] is False
 
 
-def test_fields_of_a_chat_reach_the_service() -> None:
-    state = make_state()
-    assert call(state, chat(video_fps=1.5, video_max_frames=7, thinking=True)) is None
-    assert call(state, chat()) is None
-    first, second = service_of(state).chats
-    assert (first.video.fps, first.video.max_frames, first.thinking) == (1.5, 7, True)
-    assert first.video != second.video and not second.thinking
-
-
 @pytest.mark.parametrize(
     ("format", "kind"), [("wav", b"audio/wav"), ("flac", b"audio/flac"), ("pcm", b"audio/pcm")]
 )
