@@ -251,14 +251,14 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
     from mingc.export.pipeline import export_artifact
     from mingc.probe.engine_trial import time_engines
-    from mingc.verify.engine_replay import replay
+    from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as report_step:
         return export_artifact(
             recipe,
-            replay,
+            run_engine,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
             time_engines,
@@ -602,34 +602,10 @@ def _is_as_recorded(service: OmniService, artifact: Path, target: str | None, cl
 @commands.command("verify")
 @click.argument("artifact", type=_PATH)
 @click.option(
-    "--reference",
-    type=_PATH,
-    default=None,
-    show_default="the artifact's own goldens only",
-    help="Folder of golden files to replay as well.",
-)
-@click.option("--against", type=_PATH, default=None, hidden=True, help="Former name of --reference.")
-@click.option(
     "--no-replay", is_flag=True, help="Check file hashes only, without versions and engines; needs no torch."
 )
-@click.option(
-    "--engines",
-    callback=names,
-    metavar="STAGE=BACKEND,…",
-    show_default="those of every backend",
-    help="Replay the engines of these backends, and the default ones of other stages.",
-)
-@_which_target
 @_common
-def verify_command(
-    as_json: bool,
-    artifact: Path,
-    reference: Path | None,
-    against: Path | None,
-    no_replay: bool,
-    engines: tuple[str, ...] | None,
-    target: str | None,
-) -> int:
+def verify_command(as_json: bool, artifact: Path, no_replay: bool) -> int:
     """Check that ARTIFACT is complete and computes correct results on this machine.
 
     Exits with 3 when anything is out of tolerance.
@@ -637,27 +613,8 @@ def verify_command(
     from mingc.console.report import show
     from mingc.verify.verification import verify
 
-    if reference is not None and against is not None:
-        raise ConfigError(
-            "--reference and --against mean the same", where="mingc verify", fix="pass --reference only"
-        )
-    if no_replay and engines is not None:
-        raise ConfigError(
-            "--no-replay runs no engine", where="--engines", fix="leave one of the two options out"
-        )
-    if no_replay and target is not None:
-        raise ConfigError(
-            "--no-replay runs no engine", where="--target", fix="leave one of the two options out"
-        )
     log = step_logger("verify")
-    result = verify(
-        artifact,
-        reference=reference or against,
-        replay=not no_replay,
-        engines=engines,
-        target=target,
-        progress=log,
-    )
+    result = verify(artifact, replay=not no_replay, progress=log)
     show(result, as_json=as_json)
     log(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"

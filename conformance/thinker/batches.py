@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.reference_log import ReferenceLog
+from conformance.thinker.prompts import beginning
+from conformance.thinker.runner import Request, ThinkerRunner
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.thinker.prompts import beginning
-from mingc.verify.replays.thinker.runner import Request, ThinkerRunner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -93,7 +93,7 @@ def run_batches(run: ThinkerRunner, plan: Sequence[Sequence[Request]]) -> list[B
 
 
 def check_batches(
-    batches: Sequence[BatchRun], explain: ExplainedByRounding | None, log: ComparisonLog, *, num_ranks: int
+    batches: Sequence[BatchRun], explain: ExplainedByRounding | None, log: ReferenceLog, *, num_ranks: int
 ) -> None:
     """Compare every batch with the batch-1 steps of its requests. Without `explain`, rounding waives nothing."""
     num_off, num_unexplained, num_rows = 0, 0, sum(len(batch.requests) for batch in batches)
@@ -131,7 +131,7 @@ def check_alone(
     batches: Sequence[BatchRun],
     alone: Sequence[Floats],
     explain: ExplainedByRounding,
-    log: ComparisonLog,
+    log: ReferenceLog,
     *,
     num_ranks: int,
 ) -> None:
@@ -164,7 +164,7 @@ def check_alone(
         _check_explained(f"{_NAME} (sequential ranks: rows", len(places) - num_unexplained, len(places), log)
 
 
-def _check_explained(name: str, same: int, total: int, log: ComparisonLog) -> None:
+def _check_explained(name: str, same: int, total: int, log: ReferenceLog) -> None:
     log.share(
         f"{name}, or explained by rounding)",
         same=same,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from conformance.engines import Engines
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
@@ -29,7 +30,7 @@ from mingc.runtime.thinker.scheduler import ThinkerPlan, ThinkerScheduler
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conformance.engines import Engines
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
@@ -28,7 +29,7 @@ from mingc.runtime.request_stream import FailedItem, Item, PatchItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 from mingc.verify.recorded_noise import RecordedNoise
 
 STAGES = ("talker", "cfm", "audio_vae")
