@@ -84,7 +84,6 @@ def test_a_machine_without_a_gpu_verifies_the_engines_for_its_processor(artifact
     assert done.code == 0, done.stderr
     assert done.document["passed"] and done.document["checked"] >= 1
     assert done.document["files_hashed"] == 4
-    assert done.document["not_replayed"] == [f"engines for {RTX}: built; this machine has no CUDA device"]
 
 
 def test_a_server_does_not_take_another_target_than_was_asked_for(artifact: Path) -> None:

@@ -130,13 +130,12 @@ import sys
 from pathlib import Path
 import torch, numpy, safetensors.numpy, safetensors.torch, tokenizers
 from mingc.export.checkpoint import open_checkpoint
-from mingc.verify.golden_documents import read_document
-from mingc.verify.verification import _read_tensors
+from conformance.golden_files import read_document, read_tensors
 seen = []
 sys.addaudithook(lambda event, arguments: seen.append(arguments) if event == "pickle.find_class" else None)
 data = Path(sys.argv[1])
 for path in sorted(data.glob("*.safetensors")):
-    assert _read_tensors(path)
+    assert read_tensors(path)
 for path in sorted(data.glob("*.json")):
     assert read_document(path)
 open_checkpoint(data / "tiny-ming")
