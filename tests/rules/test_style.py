@@ -12,8 +12,9 @@ import pytest
 import mingc
 
 PACKAGE = Path(mingc.__file__).parent
+CONFORMANCE = PACKAGE.parent / "conformance"
 DATA = Path(__file__).parents[1] / "data"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = [path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))]
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "process", "base_utils"}
 
 
@@ -22,7 +23,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else PACKAGE.parent).as_posix()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
