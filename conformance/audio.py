@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from conformance.engines import Engines
 from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import AudioParameters
-from mingc.media.audio import AudioFeatures, Wave, wave_features
+from mingc.media.audio import Wave, wave_features
 from mingc.media.dsp.resample import resample
+from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders.encoder import AudioEncoder
 from mingc.verify.engine_run import to_numpy
 

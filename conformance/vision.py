@@ -12,7 +12,7 @@ import torch
 from conformance.engines import Engines
 from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import VisionParameters
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import VisionFeatures
 from mingc.runtime.encoders.encoder import VisionEncoder
 from mingc.verify.engine_run import to_numpy
 

@@ -12,7 +12,7 @@ from conformance.engines import Engines
 from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
-from mingc.media.image import Grid
+from mingc.prompts.features import Grid
 from mingc.prompts.positions import VisionSpan, compute_positions
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 

@@ -59,11 +59,11 @@ def replay_recorded(artifact: Artifact, progress: Progress) -> list[ComparisonLo
         backend is not installed.
     """
     from mingc.host.machine import current_host
-    from mingc.runtime.engines.choice import check_available
+    from mingc.runtime.engines.backends import check_loadable
 
     manifest = artifact.manifest
     check_fingerprint(manifest.fingerprint, current_host(manifest.fingerprint.device))
-    check_available(manifest, manifest, str(artifact.root))
+    check_loadable(artifact)
     return [*_replay_graphs(artifact, progress), *_replay_requests(artifact, progress)]
 
 

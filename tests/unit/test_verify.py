@@ -18,7 +18,7 @@ from mingc.artifacts.spec import TensorSpec
 from mingc.errors import ArtifactError, IncompatibleError, IntegrityError
 from mingc.host import machine as host
 from mingc.host.machine import Host
-from mingc.runtime.engines import choice
+from mingc.runtime.engines import backends
 from mingc.verify import graph_goldens
 from mingc.verify.comparison import FileSummary
 from mingc.verify.comparison_log import ComparisonLog
@@ -190,7 +190,7 @@ def test_a_report_has_every_graph_and_every_way_to_serve(
 def test_the_backend_of_the_engines_must_be_installed(
     artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "unavailable", lambda backend, device: ("not there", "install it"))
+    monkeypatch.setattr(backends, "unavailable", lambda backend, device: ("not there", "install it"))
     with pytest.raises(ArtifactError, match="need backend aoti: not there") as caught:
         verify(artifact_path)
     assert caught.value.where == str(artifact_path)
