@@ -32,9 +32,9 @@ class GoldenFile:
     """A file of the golden set.
 
     Attributes:
-        name: tensors, or a JSON document.
-        document: JSON document that belongs to the tensors.
-        stages: without one of them nothing is replayed.
+        name: file name of the tensors, or of a JSON document without tensors.
+        document: file name of the JSON document.
+        stages: the artifact must have all of them; without one the file is left out.
     """
 
     name: str

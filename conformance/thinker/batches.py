@@ -26,8 +26,8 @@ _MIN_KEPT = 0.8  # fraction of requests routed in a batch as they are alone
 # With more than two ranks the all-reduce may sum in another order for each batch size: with four CPU ranks the tiny
 # thinker keeps 0.85 of the requests of batches, and 0.85 of the results of sequential ranks.
 _MIN_KEPT_MULTI_RANK = 0.5
-# Fraction kept or explained by rounding: perturbation explains 14 of 15 such requests of the tiny thinker, as the
-# sequential ranks read other pages.
+# Fraction kept or explained by rounding: perturbation explains 14 of 15 requests of the tiny thinker that differ, as
+# the sequential ranks read other pages.
 _MIN_EXPLAINED = 0.9
 
 
@@ -58,7 +58,7 @@ def step_sizes(batches: Sequence[int]) -> list[int]:
 
 
 def plan_requests(prompts: Sequence[ThinkerPrompt], sizes: Sequence[int]) -> list[list[Request]]:
-    """The requests of each of `sizes`.
+    """One batch of requests for each number in `sizes`.
 
     Requests are beginnings of recorded texts with the tokens that follow, another part of the text for every size.
     Copies of a text are rotated and have other lengths. Empty when no text prompt is long enough.
@@ -135,7 +135,7 @@ def check_alone(
     *,
     num_ranks: int,
 ) -> None:
-    """Compare batch-1 steps of the rank group (CUDA graphs on CUDA) with `alone`, those of sequential ranks.
+    """Compare batch-1 steps of the rank group (CUDA graphs on CUDA) with `alone`, the steps of sequential ranks.
 
     `alone`: logits (steps, V) of every request, batch after batch.
     """

@@ -123,7 +123,7 @@ def _replay_with_reference_routing(
     requests: Sequence[Request],
     log: ReferenceLog,
 ) -> tuple[dict[str, RoutingResult], list[Floats]]:
-    """Results of all cases that do not fail, by case, and the logits of each of `requests` run alone."""
+    """Check every case, then run every request alone. Returns results by case, without cases that fail, and logits."""
     routed: dict[str, RoutingResult] = {}
     for case, rows in prompts.items():
         with log.case(case):

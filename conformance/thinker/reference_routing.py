@@ -1,7 +1,7 @@
 """Replay of a low-precision thinker that follows the reference's routing (`observe_stage`).
 
 A free-running low-precision thinker routes some rows to other experts than float32; values computed from these rows
-cannot be compared. Here such rows resume from the reference, so that every layer of every token and the logits can be
+cannot be compared. Here they resume from the reference, so that every layer of every token and the logits can be
 compared. Steps are repeated with perturbed inputs, and prompts are run as decode steps. No loop does that, so the steps
 are built here and run by a server's worker.
 """
@@ -76,7 +76,8 @@ class ReferenceRoutedThinker:
     """The thinker of all ranks in one process, with observed routing; runs one prompt at a time.
 
     Args:
-        first: the first rank's share, and `others` those of the ranks behind it, with their devices.
+        first: the stage of rank 0.
+        others: the stages of the ranks above it, with their devices.
         quantization_error: of the weights; None: they are not quantized. Results of quantized weights are compared
             with their own complete run, and layer by layer with the recorded values.
         longest: tokens of a prompt and its continuation.
@@ -154,7 +155,7 @@ class ReferenceRoutedThinker:
         return f"{num_ties} of {rows} rows are near a tie between experts" if num_ties else ""
 
     def run_alone(self, request: Request) -> Floats:
-        """Free-running logits (n, V) of each of a request's tokens."""
+        """Logits (n, V) of a request's tokens without reference routing."""
         self._observer.begin("off")
         self._prefill(request.prompt, self._worker.max_chunk)
         return np.stack([self._decode_token(request, place) for place in range(len(request.tokens))])

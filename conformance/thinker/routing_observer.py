@@ -169,7 +169,7 @@ class RoutingObserver:
         x, batch = _residual_stream(tensors), len(residual)
         left, perturbations = rows, 0
         while len(left) and perturbations < _MIN_PERTURBATIONS:
-            # As many perturbations of each row as the engine's batch has room for.
+            # The engine's batch is filled with perturbations of every row.
             copies = batch // len(left)
             source = left.repeat(copies)
             source = torch.cat([source, left[:1].expand(batch - len(source))])

@@ -25,7 +25,7 @@ def run_engine(
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> list[dict[str, torch.Tensor]]:
-    """Run the calls one after the other. Returns, on the CPU, the outputs of each by name and its new `state.<name>`.
+    """Run the calls in order. Returns every call's outputs by name and its new `state.<name>`, on the CPU.
 
     Args:
         weights: one file per rank; the weights of the first layer instance are used. Ranks run without collectives and
