@@ -235,14 +235,14 @@ def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
     from mingc.export.pipeline import export_artifact
     from mingc.probe.engine_trial import time_engines
-    from mingc.verify.engine_replay import replay
+    from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 
     show(recipe, as_json=False, stream=sys.stderr)
     with progress("export") as report_step:
         return export_artifact(
             recipe,
-            replay,
+            run_engine,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
             time_engines,
@@ -578,24 +578,10 @@ def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -
 @commands.command("verify")
 @click.argument("artifact", type=_PATH)
 @click.option(
-    "--reference",
-    type=_PATH,
-    default=None,
-    show_default="the artifact's own goldens only",
-    help="Folder of golden files to replay as well.",
-)
-@click.option("--against", type=_PATH, default=None, hidden=True, help="Former name of --reference.")
-@click.option(
     "--no-replay", is_flag=True, help="Check file hashes only, without versions and engines; needs no torch."
 )
 @_common
-def verify_command(
-    as_json: bool,
-    artifact: Path,
-    reference: Path | None,
-    against: Path | None,
-    no_replay: bool,
-) -> int:
+def verify_command(as_json: bool, artifact: Path, no_replay: bool) -> int:
     """Check that ARTIFACT is complete and computes correct results on this machine.
 
     Exits with 3 when anything is out of tolerance.
@@ -603,17 +589,8 @@ def verify_command(
     from mingc.console.report import show
     from mingc.verify.verification import verify
 
-    if reference is not None and against is not None:
-        raise ConfigError(
-            "--reference and --against mean the same", where="mingc verify", fix="pass --reference only"
-        )
     log = step_logger("verify")
-    result = verify(
-        artifact,
-        reference=reference or against,
-        replay=not no_replay,
-        progress=log,
-    )
+    result = verify(artifact, replay=not no_replay, progress=log)
     show(result, as_json=as_json)
     log(
         f"{result.checked} comparisons, {result.failed} failed, {result.expected_differences} expected differences"

@@ -1,4 +1,4 @@
-"""Self-check of one graph: the golden inputs, state and outputs that the export recorded in the artifact."""
+"""Replay of one graph: the inputs, state and outputs that the export recorded in the artifact."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, MingcError
 from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engine_replay import replay as replay_engine
-from mingc.verify.engines import to_numpy
+from mingc.verify.engine_run import run_engine, to_numpy
 
 
-def replay(
+def replay_graph(
     artifact: Artifact, stage: StageRecord, graph: GraphRecord, *, name: str, tolerance: float
 ) -> ComparisonLog:
     """Run the graph's engine on the recorded tensors for every rank; compare outputs and state."""
     recorded = load_file(artifact.path(graph.golden))
     references = {key: to_numpy(value) for key, value in recorded.items()}
     log = ComparisonLog(name, references, tolerance=tolerance, is_exact=False)
+    log.note = "self-check"
     given: dict[str, torch.Tensor] = {}
     for key, value in recorded.items():
         kind, _, tensor = key.partition(".")
@@ -43,7 +43,7 @@ def replay(
 
 
 def _check_recorded(graph: GraphRecord, given: dict[str, torch.Tensor], name: str) -> None:
-    """Raises: ArtifactError when the recorded inputs and state are not those of the graph's signature."""
+    """Raises: ArtifactError when the recorded inputs and state do not fit the graph's signature."""
     for spec in (*graph.spec.inputs, *graph.spec.state):
         recorded = given.get(spec.name)
         if recorded is None or recorded.dtype != torch_dtype(spec.dtype):
@@ -58,7 +58,7 @@ def _check_recorded(graph: GraphRecord, given: dict[str, torch.Tensor], name: st
 def _check_complete(stage: StageRecord, graph: GraphRecord, recorded: Collection[str], name: str) -> None:
     """Raises: ArtifactError when an output or a state of the graph's signature is not recorded.
 
-    Of several ranks no state is recorded: each has its own.
+    The export records no state of sharded stages, because every rank has another one.
     """
     expected = [f"out.{each.name}" for each in graph.spec.outputs]
     if len(stage.weights) == 1:
@@ -77,7 +77,7 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     """Outputs and state of one call. Raises: ArtifactError when the engine fails."""
     try:
-        (made,) = replay_engine(
+        (made,) = run_engine(
             artifact.path(engine.file),
             engine.backend,
             graph.spec,

@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conformance.sublayer_fit import SublayerFit
 from mingc.artifacts.spec import GraphSpec, join_path
 from mingc.numerics.gather_shards import gather_shards
 from mingc.numerics.perturbation import add_relative_noise, row_errors
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.verify.scale import SublayerFit
 
 _FEED_FORWARD = re.compile(r"^layers\.(?P<layer>\d+)\.feed_forward$")
 _ROUTED = "_experts"  # suffix of graphs that route tokens to experts
@@ -169,7 +169,7 @@ class RoutingObserver:
         x, batch = _residual_stream(tensors), len(residual)
         left, perturbations = rows, 0
         while len(left) and perturbations < _MIN_PERTURBATIONS:
-            # As many perturbations of each row as the engine's batch has room for.
+            # The engine's batch is filled with perturbations of every row.
             copies = batch // len(left)
             source = left.repeat(copies)
             source = torch.cat([source, left[:1].expand(batch - len(source))])

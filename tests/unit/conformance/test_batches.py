@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.thinker.batches import (
+from conformance.reference_log import ReferenceLog
+from conformance.thinker.batches import (
     BatchRun,
     check_alone,
     check_batches,
     plan_requests,
     step_sizes,
 )
-from mingc.verify.replays.thinker.runner import Request
+from conformance.thinker.runner import Request
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 
 
 def prompt(length: int) -> ThinkerPrompt:
@@ -27,11 +27,11 @@ def prompt(length: int) -> ThinkerPrompt:
     )
 
 
-def make_log() -> ComparisonLog:
-    return ComparisonLog("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
+def make_log() -> ReferenceLog:
+    return ReferenceLog("thinker.safetensors", {}, tolerance=0.1, is_exact=False)
 
 
-def outcomes(log: ComparisonLog) -> list[str]:
+def outcomes(log: ReferenceLog) -> list[str]:
     return [each.outcome for each in log.comparisons]
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
 from mingc.prompts.features import Grid
 from mingc.prompts.positions import VisionSpan, compute_positions
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines
 
 Ints = NDArray[np.int64]
 
@@ -32,7 +32,7 @@ def beginning(prompt: ThinkerPrompt, count: int) -> ThinkerPrompt:
 
 
 def read_prompts(
-    case: str, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
+    case: str, engines: Engines, log: ReferenceLog, parameters: ThinkerParameters
 ) -> list[ThinkerPrompt]:
     """The rows of a case without padding; compares the positions and masks that the case records."""
     ids = log.input(f"{case}.input_ids").astype(np.int64)
@@ -73,7 +73,7 @@ def _text_prompt(tokens: Ints) -> ThinkerPrompt:
 
 
 def _media(
-    case: str, tokens: Ints, engines: Engines, log: ComparisonLog, parameters: ThinkerParameters
+    case: str, tokens: Ints, engines: Engines, log: ReferenceLog, parameters: ThinkerParameters
 ) -> tuple[Ints, torch.Tensor | None]:
     """The kind of each row (T,), and embeddings (M, D) of the rows that are not tokens."""
     kinds = np.full(len(tokens), WORD)
@@ -94,7 +94,7 @@ def _media(
     return kinds, torch.from_numpy(rows[kinds != WORD]).to(engines.device, torch_dtype(spec.dtype))
 
 
-def _spans(case: str, tokens: Ints, log: ComparisonLog, parameters: ThinkerParameters) -> list[VisionSpan]:
+def _spans(case: str, tokens: Ints, log: ReferenceLog, parameters: ThinkerParameters) -> list[VisionSpan]:
     """Each run of patch tokens with its grid in merged tokens; the merge is square and equal for all."""
     spans: list[VisionSpan] = []
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):

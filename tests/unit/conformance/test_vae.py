@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingc.verify.replays.vae import num_frames
+from conformance.vae import num_frames
 
 
 class FakeEngines:

@@ -6,14 +6,18 @@ References of the silence holder (`sil.*`) are skipped: a server sends every sam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.engines import Engines, pad_rows
+from conformance.reference_log import ReferenceLog
+from conformance.speech_runner import STAGES, SpeechRunner
 from mingc.artifacts.parameters import VaeParameters
 from mingc.verify.audio_comparison import compare_audio
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines, pad_rows, to_numpy
-from mingc.verify.replays.speech_runner import STAGES, SpeechRunner
+from mingc.verify.engine_run import to_numpy
 
 _NO_WINDOW = "recorded with the sliding window turned off, contrary to the checkpoint's config"
 
@@ -56,7 +60,7 @@ def latents_per_patch(engines: Engines) -> int:
     return int(spec.shape[1])
 
 
-def replay(engines: Engines, log: ComparisonLog) -> None:
+def replay_waveforms(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> None:
     """Replay decoding and encoding."""
     with log.case("dec.*"):
         _replay_decode(engines, log)
@@ -65,7 +69,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
             _replay_encode(case, engines, log)
 
 
-def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
+def _replay_decode(engines: Engines, log: ReferenceLog) -> None:
     if "dec.latent" not in log:
         return
     latents = log.input("dec.latent")[0].astype(np.float32)
@@ -99,7 +103,7 @@ def _replay_decode(engines: Engines, log: ComparisonLog) -> None:
         _compare_chunks(name, streamed, log)
 
 
-def _compare_chunks(name: str, streamed: Floats, log: ComparisonLog) -> None:
+def _compare_chunks(name: str, streamed: Floats, log: ReferenceLog) -> None:
     """Compare the stream with the reference's chunks, whose boundaries depend on the reference's latency."""
     start = 0
     for chunk in sorted(_chunks(name, log)):
@@ -115,7 +119,7 @@ def _compare_chunks(name: str, streamed: Floats, log: ComparisonLog) -> None:
         log.ids(f"dec.{name} samples", [len(streamed)], reference=[start])
 
 
-def _chunks(name: str, log: ComparisonLog) -> list[int]:
+def _chunks(name: str, log: ReferenceLog) -> list[int]:
     prefix, suffix = f"dec.{name}.chunk", ".wav"
     return [
         int(each[len(prefix) : -len(suffix)])
@@ -124,7 +128,7 @@ def _chunks(name: str, log: ComparisonLog) -> list[int]:
     ]
 
 
-def _replay_encode(case: str, engines: Engines, log: ComparisonLog) -> None:
+def _replay_encode(case: str, engines: Engines, log: ReferenceLog) -> None:
     noise = log.input(f"{case}.noise")[0].astype(np.float32)
     family = case.rsplit("_", 1)[-1]
     names = [each for each in log.cases("wav") if each.startswith("enc.") and each.endswith(family)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
 from mingc.text.normalize import normalize_fragment, normalize_text
 from mingc.text.segment import cut_by_length, speech_segments
-from mingc.verify.comparison_log import ComparisonLog
 
 NORMALISED_SHARE = 0.95  # minimum fraction of recorded texts that must match
 
 
-def replay(log: ComparisonLog, document: Mapping[str, Any]) -> None:
+def replay_texts(_: Engines, log: ReferenceLog, document: Mapping[str, Any]) -> None:
     """Replay the cases of `document`, the content of text.json."""
     cases = document.get("cases", [])
     for name, function in (("pipeline", normalize_fragment), ("talker_tn", normalize_text)):
@@ -32,7 +33,7 @@ def replay(log: ComparisonLog, document: Mapping[str, Any]) -> None:
     _replay_spoken(log, document.get("end_to_end", []))
 
 
-def _replay_spoken(log: ComparisonLog, cases: list[Mapping[str, Any]]) -> None:
+def _replay_spoken(log: ReferenceLog, cases: list[Mapping[str, Any]]) -> None:
     """The strings that reach the acoustic model: identical segment boundaries, and text identical in most segments."""
     same = total = 0
     for index, case in enumerate(cases):

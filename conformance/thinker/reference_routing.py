@@ -1,7 +1,7 @@
 """Replay of a low-precision thinker that follows the reference's routing (`observe_stage`).
 
 A free-running low-precision thinker routes some rows to other experts than float32; values computed from these rows
-cannot be compared. Here such rows resume from the reference, so that every layer of every token and the logits can be
+cannot be compared. Here they resume from the reference, so that every layer of every token and the logits can be
 compared. Steps are repeated with perturbed inputs, and prompts are run as decode steps. No loop does that, so the steps
 are built here and run by a server's worker.
 """
@@ -15,6 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from conformance.reference_log import ReferenceLog
+from conformance.sublayer_fit import worst_scale
+from conformance.thinker.layer_quantization import check_layer_quantization
+from conformance.thinker.routing_observer import RoutingObserver, observe_stage
+from conformance.thinker.runner import Request
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.numerics.tolerances import GRAPH_TOLERANCES
@@ -22,12 +27,7 @@ from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
 from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import to_numpy
-from mingc.verify.replays.thinker.layer_quantization import check_layer_quantization
-from mingc.verify.replays.thinker.routing_observer import RoutingObserver, observe_stage
-from mingc.verify.replays.thinker.runner import Request
-from mingc.verify.scale import worst_scale
+from mingc.verify.engine_run import to_numpy
 
 Floats = NDArray[np.float32]
 
@@ -76,7 +76,8 @@ class ReferenceRoutedThinker:
     """The thinker of all ranks in one process, with observed routing; runs one prompt at a time.
 
     Args:
-        first: the first rank's share, and `others` those of the ranks behind it, with their devices.
+        first: the stage of rank 0.
+        others: the stages of the ranks above it, with their devices.
         quantization_error: of the weights; None: they are not quantized. Results of quantized weights are compared
             with their own complete run, and layer by layer with the recorded values.
         longest: tokens of a prompt and its continuation.
@@ -106,7 +107,7 @@ class ReferenceRoutedThinker:
             options=StepOptions(is_static=False),
         )
 
-    def check(self, case: str, prompts: Sequence[ThinkerPrompt], log: ComparisonLog) -> RoutingResult:
+    def check(self, case: str, prompts: Sequence[ThinkerPrompt], log: ReferenceLog) -> RoutingResult:
         """Compare reference-routed runs of a case with its references; without recorded layers only count ties."""
         recorded = log.references.get(f"{case}.layer_out")
         if recorded is None or len(prompts) > 1:
@@ -154,7 +155,7 @@ class ReferenceRoutedThinker:
         return f"{num_ties} of {rows} rows are near a tie between experts" if num_ties else ""
 
     def run_alone(self, request: Request) -> Floats:
-        """Free-running logits (n, V) of each of a request's tokens."""
+        """Logits (n, V) of a request's tokens without reference routing."""
         self._observer.begin("off")
         self._prefill(request.prompt, self._worker.max_chunk)
         return np.stack([self._decode_token(request, place) for place in range(len(request.tokens))])
@@ -222,7 +223,7 @@ class ReferenceRoutedThinker:
         ]
 
     def _compare_runs(
-        self, case: str, prompt: ThinkerPrompt, reference: _Reference, log: ComparisonLog
+        self, case: str, prompt: ThinkerPrompt, reference: _Reference, log: ReferenceLog
     ) -> tuple[int, Floats]:
         """Compare all kinds of reference-routed runs; returns the largest number of rerouted rows, and the
         last logits (V,).
@@ -243,7 +244,7 @@ class ReferenceRoutedThinker:
         return num_rerouted, logits[-1]
 
     def _compare(
-        self, case: str, reference: _Reference, logits: list[Floats], how: str, log: ComparisonLog
+        self, case: str, reference: _Reference, logits: list[Floats], how: str, log: ReferenceLog
     ) -> int:
         """Compare the layers and logits of an observed run; returns the number of rerouted rows."""
         layers, how = reference.layers, f"{reference.how}{how}"
@@ -277,7 +278,7 @@ class ReferenceRoutedThinker:
             log.tensor(f"{case}.logits", np.stack(logits), reference=reference.every, how=how)
         return num_rerouted
 
-    def _compare_greedy(self, case: str, prompt: ThinkerPrompt, logits: Floats, log: ComparisonLog) -> int:
+    def _compare_greedy(self, case: str, prompt: ThinkerPrompt, logits: Floats, log: ReferenceLog) -> int:
         """Decode the recorded continuation of a prompt up to the first tie; returns the number of ties."""
         if f"{case}.greedy_ids" not in log:
             return 0

@@ -1,4 +1,4 @@
-"""Every row of `mingc verify --reference` compares: with other reference values all of them fail.
+"""Every row of `python -m conformance` compares: with other reference values all of them fail.
 
 The reference of each compared value is changed, one file at a time in a copy of the golden set, and inputs stay.
 """
@@ -18,9 +18,10 @@ from mingc_command import DATA
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mingc.verify import comparison_log, verification
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.verification import VerifyReport, verify
+from conformance import check
+from conformance.check import check_conformance
+from conformance.reference_log import ReferenceLog
+from mingc.verify.verification import VerifyReport
 
 # Rows of a float32 artifact with all stages on a CPU, by file.
 ROWS = {
@@ -73,25 +74,24 @@ _DIFFERENT = {
 
 
 @pytest.fixture(scope="module")
-def logs() -> Iterator[list[ComparisonLog]]:
-    """Comparison logs of all files, in the order of their making; other parts of verify are left out."""
-    made: list[ComparisonLog] = []
+def logs() -> Iterator[list[ReferenceLog]]:
+    """Comparison logs of all files, in the order of their making; what an artifact proves of itself is left out."""
+    made: list[ReferenceLog] = []
 
-    class Kept(ComparisonLog):
+    class Kept(ReferenceLog):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison_log, "ComparisonLog", Kept)
-        patch.setattr(verification, "_self_check", lambda *_: [])
-        patch.setattr(verification, "_replay_served", lambda *_: [])
+        patch.setattr(check, "ReferenceLog", Kept)
+        patch.setattr(check, "replay_recorded", lambda *_: [])
         yield made
 
 
 @pytest.fixture(scope="module")
-def right(eager_artifact: Path, logs: list[ComparisonLog]) -> VerifyReport:
-    return verify(eager_artifact, reference=DATA)
+def right(eager_artifact: Path, logs: list[ReferenceLog]) -> VerifyReport:
+    return check_conformance(eager_artifact, DATA)
 
 
 def test_every_recorded_value_is_compared(right: VerifyReport) -> None:
@@ -100,7 +100,7 @@ def test_every_recorded_value_is_compared(right: VerifyReport) -> None:
 
 
 def test_a_batch_larger_than_the_engines_is_not_checked(
-    eager_artifact: Path, logs: list[ComparisonLog], tmp_path: Path
+    eager_artifact: Path, logs: list[ReferenceLog], tmp_path: Path
 ) -> None:
     """As after `--batch-sizes 1`: the recorded pair of requests is named, and the requests alone are compared."""
     artifact, reference = tmp_path / "artifact", tmp_path / "reference"
@@ -117,7 +117,7 @@ def test_a_batch_larger_than_the_engines_is_not_checked(
                     dim |= {"buckets": [1], "maximum": 1}
 
     edit_manifest(artifact, change)
-    report = verify(artifact, reference=reference)
+    report = check_conformance(artifact, reference)
     assert report.passed and report.checked == 9, "those of the text alone"
     (row,) = [row for row in report.comparisons if row.outcome == "not checked"]
     assert row.name == "thinker: batch_left"
@@ -125,7 +125,7 @@ def test_a_batch_larger_than_the_engines_is_not_checked(
 
 
 def test_a_row_fails_when_its_reference_is_another(
-    right: VerifyReport, eager_artifact: Path, logs: list[ComparisonLog], tmp_path: Path
+    right: VerifyReport, eager_artifact: Path, logs: list[ReferenceLog], tmp_path: Path
 ) -> None:
     for log in logs[: len(ROWS)]:
         if log.file.endswith(".safetensors"):
@@ -136,7 +136,7 @@ def test_a_row_fails_when_its_reference_is_another(
     for document in DATA.glob("*.json"):
         content = _changed(json.loads(document.read_text(encoding="utf-8")), is_expected=False)
         (tmp_path / document.name).write_text(json.dumps(content), encoding="utf-8")
-    report = verify(eager_artifact, reference=tmp_path)
+    report = check_conformance(eager_artifact, tmp_path)
     passed = {row.name for row in report.comparisons if row.outcome == "pass"}
     assert passed == _UNCHANGED
     assert {row.name for row in report.comparisons if row.outcome == "expected difference"} <= _DIFFERENT

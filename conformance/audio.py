@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import AudioParameters
 from mingc.media.audio import Wave, wave_features
 from mingc.media.dsp.resample import resample
 from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders.encoder import AudioEncoder
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 
 MEL_TOLERANCE = 1e-5
 _BATCHED = "in the reference a shorter clip attends to the padding of its batch; mingc masks the padding"
 _RATE = re.compile(r"^(?P<case>.+)\.wav_int16_stereo_(?P<khz>\d+)k$")
 
 
-def replay(engines: Engines, log: ComparisonLog) -> None:
+def replay_clips(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> None:
     """Compare log-mel of waves, embeddings of log-mel, and several clips in one call."""
     parameters = engines.parameters_of("audio_encoder", AudioParameters)
     encoder = AudioEncoder(engines.stage("audio_encoder"), parameters, engines.device)
@@ -33,7 +36,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
 
 def _replay_case(
     case: str,
-    log: ComparisonLog,
+    log: ReferenceLog,
     parameters: AudioParameters,
     encoder: AudioEncoder,
     alone: dict[str, NDArray[np.float32]],
@@ -84,7 +87,7 @@ def _features(wave: NDArray[np.float32], rate: int, parameters: AudioParameters)
     return wave_features(Wave(samples=wave, sample_rate=rate), parameters, "golden")
 
 
-def _waves(case: str, log: ComparisonLog) -> list[NDArray[np.float32]]:
+def _waves(case: str, log: ReferenceLog) -> list[NDArray[np.float32]]:
     """The clips of a case: recorded, or one recorded second repeated with rising gain."""
     if f"{case}.base_1s" in log:
         base = log.input(f"{case}.base_1s").astype(np.float32)
@@ -96,7 +99,7 @@ def _waves(case: str, log: ComparisonLog) -> list[NDArray[np.float32]]:
     return waves
 
 
-def _replay_resampling(log: ComparisonLog, parameters: AudioParameters) -> None:
+def _replay_resampling(log: ReferenceLog, parameters: AudioParameters) -> None:
     for name in list(log.references):
         match = _RATE.match(name)
         if match is None:

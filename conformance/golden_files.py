@@ -1,4 +1,4 @@
-"""The JSON documents of a golden set, validated before use against the form that replays read.
+"""Files of a golden set: tensors, and JSON documents that are validated against the form that replays read.
 
 A form is a type, a text or a pattern for one, a list with one form, a tuple of alternative forms, or an object's forms
 by key: optional keys end with `?`, and a key that ends with `*` matches all keys with that prefix. Keys that no replay
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from mingc.errors import ConfigError
 
@@ -101,19 +104,28 @@ _FORMS: Mapping[str, Any] = {
 }
 
 
+def read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
+    """Read the golden tensors at `path`. Raises: ConfigError."""
+    try:
+        tensors: dict[str, NDArray[np.generic]] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+    return tensors
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """Read the golden document at `path`. Raises: ConfigError with the path inside it of the first invalid value."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(path, error) from error
+        raise _unreadable(path, error) from error
     problem = next(_problems(_FORMS.get(path.name, {}), document, "$"), None)
     if problem is not None:
-        raise unreadable(path, problem)
+        raise _unreadable(path, problem)
     return dict(document)
 
 
-def unreadable(path: Path, why: object) -> ConfigError:
+def _unreadable(path: Path, why: object) -> ConfigError:
     return ConfigError(f"{path} cannot be read: {why}", where="--reference", fix="copy the golden set again")
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import VisionParameters
 from mingc.prompts.features import VisionFeatures
 from mingc.runtime.encoders.encoder import VisionEncoder
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 
 
-def replay(engines: Engines, log: ComparisonLog) -> None:
+def replay_images(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> None:
     """Compare every case encoded alone, then all cases encoded in one call."""
     parameters = engines.parameters_of("vision_encoder", VisionParameters)
     encoder = VisionEncoder(engines.stage("vision_encoder"), parameters, engines.device)
@@ -47,7 +50,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
             start += size
 
 
-def _pixels_of(case: str, log: ComparisonLog) -> str | None:
+def _pixels_of(case: str, log: ReferenceLog) -> str | None:
     """Name of the pixel rows of a case; a case without any uses the pixels of the same video under another grid."""
     name = f"{case}.pixel_values"
     if name in log:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from preprocess_data import audio_parameters, document, thinker_parameters, tokenizer, vision_parameters
 
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.preprocess import _without_suppressed, replay
+from conformance.preprocess import _without_suppressed, replay_preprocessing
+from conformance.reference_log import ReferenceLog
 
 
 def outcomes(**encoders: Any) -> dict[str, str]:
@@ -18,8 +18,8 @@ def outcomes(**encoders: Any) -> dict[str, str]:
         find_parameters=lambda stage, kind: parameters.get(stage),
         tokenizer=lambda stage: tokenizer(),
     )
-    log = ComparisonLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
-    replay(engines, log, document("preprocess"))
+    log = ReferenceLog("preprocess.safetensors", {}, tolerance=1e-4, is_exact=True)
+    replay_preprocessing(engines, log, document("preprocess"))
     return {each.name.partition(": ")[2]: each.outcome for each in log.comparisons}
 
 

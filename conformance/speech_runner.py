@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from conformance.engines import Engines
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
@@ -30,7 +31,7 @@ from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 from mingc.verify.recorded_noise import RecordedNoise
 
 STAGES = ("talker", "cfm", "audio_vae")
@@ -39,8 +40,8 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 _SLOT = 1
-_LIMIT_S = 600.0  # for the next patch; one of the released dims takes milliseconds
-# Inputs and outputs that are kept of each call, by graph.
+_LIMIT_S = 600.0  # for the next patch, which takes milliseconds at the released dims
+# By graph: inputs and outputs that every call keeps.
 _KEPT = {"prefill": ("hidden",), "step": ("hidden",), "sample": ("hidden", "history", "next_embeds")}
 
 
@@ -123,7 +124,7 @@ class SpeechRunner:
         return self._calls.kept("prefill", "hidden")[-1:]
 
     def steps(self, segment: SpeechSegment, embeds: Floats) -> Floats:
-        """Hidden states (n, D) after the prompt of `segment` and each of `embeds` (n, D), one step per patch."""
+        """Step once for every patch in `embeds` (n, D), after the prompt of `segment`. Returns hidden states (n, D)."""
         # The last patch before the cap has no step.
         self.prompt(replace(segment, max_patches=len(embeds) + 1))
         self._calls.begin({"sample": ({"next_embeds": each[None]} for each in embeds)})

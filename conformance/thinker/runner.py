@@ -1,6 +1,6 @@
 """Runs recorded prompts through a server's thinker loop, with KV pages in reverse order.
 
-Scheduling, chunks, page tables, positions and sampling are those of `ThinkerLoop`. `StepRecorder` stands between the
+`ThinkerLoop` schedules, cuts chunks, fills page tables and samples, as in a server. `StepRecorder` stands between the
 loop and the worker or rank group: it keeps the logits of every step, and can force the next token.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from conformance.engines import Engines
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
@@ -30,7 +31,7 @@ from mingc.runtime.thinker.scheduler import ThinkerPlan, ThinkerScheduler
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
-from mingc.verify.engines import Engines, to_numpy
+from mingc.verify.engine_run import to_numpy
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -47,7 +48,7 @@ class Request:
 
 
 class ThinkerRunner:
-    """The workers of all ranks; each call runs its prompts in a thinker loop of its own.
+    """The workers of all ranks; each call runs its prompts in a new thinker loop.
 
     Args:
         rows: most prompts that run together.
@@ -97,7 +98,7 @@ class ThinkerRunner:
         return ids, np.stack([np.stack(each.logits) for each in recorders])
 
     def force(self, requests: Sequence[Request]) -> Floats:
-        """Logits (n, B, V) after each of the requests' tokens (n,), all requests in one decode batch."""
+        """Decode all requests in one batch, forcing their tokens (n,). Returns logits (n, B, V) after every token."""
         (steps,) = {len(request.tokens) for request in requests}
         prompts = [request.prompt for request in requests]
         tokens = [request.tokens for request in requests]
@@ -218,7 +219,7 @@ class StepRecorder:
         return np.array([self._find_row(int(page)) for page in pages[:, 0]], np.int64)
 
     def _force(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> torch.Tensor:
-        """`logits` (n, V), or others whose largest value is at the forced token of each row."""
+        """`logits` (n, V); with forced tokens zeros, and ones at the tokens that the loop must sample."""
         if self._forced is None or not len(logits):
             return logits
         forced = torch.zeros_like(logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -18,11 +19,12 @@ _Parameters = TypeVar("_Parameters")
 
 
 class Engines:
-    """The engines of `artifact` on `device`; for a sharded stage, those of rank 0."""
+    """The engines of `artifact` on its device; of a sharded stage the engines of rank 0."""
 
-    def __init__(self, artifact: Artifact, device: torch.device) -> None:
+    def __init__(self, artifact: Artifact) -> None:
+        kind = artifact.manifest.fingerprint.device
         self.artifact = artifact
-        self.device = device
+        self.device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
         self._stages: dict[str, LoadedStage] = {}
 
     def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
@@ -45,6 +47,22 @@ class Engines:
 
     def has(self, *stages: str) -> bool:
         return all(name in self.artifact.manifest.stages for name in stages)
+
+    def quantization_of(self, stages: Sequence[str]) -> float:
+        """The largest error by weight quantization of a graph of `stages`.
+
+        Stages that record a quantization error per layer are left out: they are compared layer by layer.
+        """
+        records = [self.artifact.manifest.stages[name] for name in stages if self.has(name)]
+        return max(
+            (
+                graph.parity.quantization or 0.0
+                for stage in records
+                if stage.quantization_error is None
+                for graph in stage.graphs.values()
+            ),
+            default=0.0,
+        )
 
     def stage(self, name: str) -> LoadedStage:
         """The loaded stage. Raises: ArtifactError when the artifact has no stage `name`."""
@@ -83,10 +101,3 @@ class Engines:
 def pad_rows(value: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
     """`value` padded with zero rows to `rows`."""
     return np.pad(value, [(0, rows - len(value))] + [(0, 0)] * (value.ndim - 1))
-
-
-def to_numpy(value: torch.Tensor) -> NDArray[np.generic]:
-    """`value` on the host; floats become float32."""
-    value = value.detach().cpu()
-    array: NDArray[np.generic] = (value.float() if value.is_floating_point() else value).numpy()
-    return array

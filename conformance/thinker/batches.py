@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.reference_log import ReferenceLog
+from conformance.thinker.prompts import beginning
+from conformance.thinker.runner import Request, ThinkerRunner
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.replays.thinker.prompts import beginning
-from mingc.verify.replays.thinker.runner import Request, ThinkerRunner
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -26,8 +26,8 @@ _MIN_KEPT = 0.8  # fraction of requests routed in a batch as they are alone
 # With more than two ranks the all-reduce may sum in another order for each batch size: with four CPU ranks the tiny
 # thinker keeps 0.85 of the requests of batches, and 0.85 of the results of sequential ranks.
 _MIN_KEPT_MULTI_RANK = 0.5
-# Fraction kept or explained by rounding: perturbation explains 14 of 15 such requests of the tiny thinker, as the
-# sequential ranks read other pages.
+# Fraction kept or explained by rounding: perturbation explains 14 of 15 requests of the tiny thinker that differ, as
+# the sequential ranks read other pages.
 _MIN_EXPLAINED = 0.9
 
 
@@ -58,7 +58,7 @@ def step_sizes(batches: Sequence[int]) -> list[int]:
 
 
 def plan_requests(prompts: Sequence[ThinkerPrompt], sizes: Sequence[int]) -> list[list[Request]]:
-    """The requests of each of `sizes`.
+    """One batch of requests for each number in `sizes`.
 
     Requests are beginnings of recorded texts with the tokens that follow, another part of the text for every size.
     Copies of a text are rotated and have other lengths. Empty when no text prompt is long enough.
@@ -93,7 +93,7 @@ def run_batches(run: ThinkerRunner, plan: Sequence[Sequence[Request]]) -> list[B
 
 
 def check_batches(
-    batches: Sequence[BatchRun], explain: ExplainedByRounding | None, log: ComparisonLog, *, num_ranks: int
+    batches: Sequence[BatchRun], explain: ExplainedByRounding | None, log: ReferenceLog, *, num_ranks: int
 ) -> None:
     """Compare every batch with the batch-1 steps of its requests. Without `explain`, rounding waives nothing."""
     num_off, num_unexplained, num_rows = 0, 0, sum(len(batch.requests) for batch in batches)
@@ -131,11 +131,11 @@ def check_alone(
     batches: Sequence[BatchRun],
     alone: Sequence[Floats],
     explain: ExplainedByRounding,
-    log: ComparisonLog,
+    log: ReferenceLog,
     *,
     num_ranks: int,
 ) -> None:
-    """Compare batch-1 steps of the rank group (CUDA graphs on CUDA) with `alone`, those of sequential ranks.
+    """Compare batch-1 steps of the rank group (CUDA graphs on CUDA) with `alone`, the steps of sequential ranks.
 
     `alone`: logits (steps, V) of every request, batch after batch.
     """
@@ -164,7 +164,7 @@ def check_alone(
         _check_explained(f"{_NAME} (sequential ranks: rows", len(places) - num_unexplained, len(places), log)
 
 
-def _check_explained(name: str, same: int, total: int, log: ComparisonLog) -> None:
+def _check_explained(name: str, same: int, total: int, log: ReferenceLog) -> None:
     log.share(
         f"{name}, or explained by rounding)",
         same=same,

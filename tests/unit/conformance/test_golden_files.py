@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from conformance.golden_files import read_document, read_tensors
 from mingc.errors import ConfigError
-from mingc.verify.golden_documents import read_document
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 NAMES = ["preprocess.json", "talker.json", "text.json"]
 
 
@@ -82,8 +82,20 @@ def test_another_form_is_reported_with_its_place(
     assert caught.value.where == "--reference"
 
 
-def test_a_document_that_is_nested_too_deep_is_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("read", "content"),
+    [
+        (read_tensors, b"no tensors"),
+        (read_document, b"{"),
+        (read_document, b"[]"),
+        (read_document, b"[" * 100_000),
+    ],
+)
+def test_an_unreadable_file_is_reported(
+    read: Callable[[Path], object], content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "text.json"
-    path.write_text("[" * 100_000, encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_document(path)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"text\.json cannot be read") as caught:
+        read(path)
+    assert caught.value.where == "--reference"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mingc.artifacts.file_region import FileRegion
 from mingc.artifacts.spec import GraphSpec, join_path
@@ -15,7 +17,7 @@ from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.stage_loader import opened_weights
 
 
-def replay(
+def run_engine(
     engine: Path,
     backend: str,
     spec: GraphSpec,
@@ -23,14 +25,14 @@ def replay(
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> list[dict[str, torch.Tensor]]:
-    """Outputs of each call by name, and `state.<name>` afterwards, on the CPU.
+    """Run the calls in order. Returns every call's outputs by name and its new `state.<name>`, on the CPU.
 
     Args:
-        weights: one file per rank, of which the first instance's weights are used. Ranks run without collectives: their
-            outputs are combined here. The state is rank 0's.
-        calls: inputs and state of each; they are not modified.
+        weights: one file per rank; the weights of the first layer instance are used. Ranks run without collectives and
+            their outputs are combined here. The state is rank 0's.
+        calls: inputs and state by name; they are not modified.
     """
-    ranks = [_run(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
+    ranks = [_run_rank(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
     results = []
     for parts in zip(*ranks, strict=True):
         made = {each.name: gather_shards(each, [part[each.name] for part in parts]) for each in spec.outputs}
@@ -39,7 +41,7 @@ def replay(
     return results
 
 
-def _run(
+def _run_rank(
     engine: Path,
     backend: str,
     spec: GraphSpec,
@@ -76,3 +78,10 @@ def _run(
         )
         results.append(made)
     return results
+
+
+def to_numpy(value: torch.Tensor) -> NDArray[np.generic]:
+    """`value` on the host; floats become float32."""
+    value = value.detach().cpu()
+    array: NDArray[np.generic] = (value.float() if value.is_floating_point() else value).numpy()
+    return array

@@ -1,4 +1,4 @@
-"""Replay of one engine: every call and every rank starts with the given state, and ranks are combined."""
+"""Run of one engine: every call and every rank starts with the given state, and ranks are combined."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from mingc.artifacts.spec import GraphSpec, Ranks, TensorSpec
 from mingc.errors import ArtifactError
 from mingc.runtime.engines.base import Engine
-from mingc.verify import engine_replay
-from mingc.verify.engine_replay import replay
+from mingc.verify import engine_run
+from mingc.verify.engine_run import run_engine
 
 
 class Counter(Engine):
@@ -50,7 +50,7 @@ def spec(ranks: Ranks) -> GraphSpec:
 @pytest.fixture
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files of two ranks; biases 10 and 20, and those of the second instance are of no use here."""
-    monkeypatch.setattr(engine_replay, "load_engine", lambda *_: Counter())
+    monkeypatch.setattr(engine_run, "load_engine", lambda *_: Counter())
     files = []
     for rank, bias in enumerate((10.0, 20.0)):
         tensors = {
@@ -73,7 +73,7 @@ def test_every_call_and_rank_starts_with_the_given_state(
 ) -> None:
     """2 x + (cache + bias) with x = (1, 2), cache = 1; the state returned is that of rank 0."""
     call = {"x": torch.tensor([1.0, 2.0]), "cache": torch.ones(2)}
-    results = replay(Path("engine"), "aoti", spec(ranks), weights, [call, call], "cpu")
+    results = run_engine(Path("engine"), "aoti", spec(ranks), weights, [call, call], "cpu")
     assert [made["y"].tolist() for made in results] == [expected, expected]
     assert [made["state.cache"].tolist() for made in results] == [[11.0, 11.0]] * 2
     assert call["x"].tolist() == [1.0, 2.0] and call["cache"].tolist() == [1.0, 1.0], "not modified"
@@ -83,5 +83,5 @@ def test_weights_that_the_file_lacks_are_named(tmp_path: Path, weights: list[Pat
     save_file({"bias": torch.ones(2)}, tmp_path / "rank1")
     given: list[dict[str, Any]] = [{"x": torch.ones(2), "cache": torch.ones(2)}]
     with pytest.raises(ArtifactError, match=r"layers\.1\.bias") as caught:
-        replay(Path("engine"), "aoti", spec("sum"), weights, given, "cpu")
+        run_engine(Path("engine"), "aoti", spec("sum"), weights, given, "cpu")
     assert caught.value.where == "engine, rank1"

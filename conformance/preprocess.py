@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import ConfigError
 from mingc.media.image import encoder_size, load_size, patchify, resize_for_encoder, resize_loaded
@@ -18,8 +20,6 @@ from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
 from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures, VisionFeatures
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines
 
 PIXEL_TOLERANCE = 1e-5
 RECORDED_FPS = 2.0  # of a list of frames, by the reference; all of them are sampled
@@ -28,7 +28,7 @@ Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")
 
 
-def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) -> None:
+def replay_preprocessing(engines: Engines, log: ReferenceLog, document: Mapping[str, Any]) -> None:
     """Replay the tensors of `log` and the cases of `document`, preprocess.json; either may be empty."""
     vision = engines.find_parameters("vision_encoder", VisionParameters)
     thinker = engines.find_parameters("thinker", ThinkerParameters)
@@ -64,7 +64,7 @@ def replay(engines: Engines, log: ComparisonLog, document: Mapping[str, Any]) ->
         log.rule("eos_token_id", same, f"token {document['eos_token_id']} ends an answer")
 
 
-def _replay_images(case: str, vision: VisionParameters, log: ComparisonLog) -> None:
+def _replay_images(case: str, vision: VisionParameters, log: ReferenceLog) -> None:
     """Images through both resizes; cases recorded without the first resize lack its output."""
     pixels, grids = [], []
     index = 0
@@ -108,7 +108,7 @@ def _max_pixels(raw: Image, target: tuple[int, int], vision: VisionParameters) -
 
 
 def _replay_video(
-    vision: VisionParameters, log: ComparisonLog, document: Mapping[str, Any]
+    vision: VisionParameters, log: ReferenceLog, document: Mapping[str, Any]
 ) -> VideoFeatures | None:
     frames: list[Image] = []
     while (name := f"video.raw_frame{len(frames)}") in log:
@@ -134,7 +134,7 @@ def _replay_video(
     return video
 
 
-def _replay_sizes(log: ComparisonLog, document: Mapping[str, Any]) -> None:
+def _replay_sizes(log: ReferenceLog, document: Mapping[str, Any]) -> None:
     rows = document.get("rows", [])
     same = 0
     for row in rows:
@@ -152,7 +152,7 @@ def _replay_prompt(
     processor: ChatProcessor,
     tokenizer: TextTokenizer,
     engines: Engines,
-    log: ComparisonLog,
+    log: ReferenceLog,
     video: VideoFeatures | None,
 ) -> None:
     """Token ids, positions and audio spans of messages whose media have the recorded grids and lengths."""

@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.engines import Engines, pad_rows
+from conformance.reference_log import ReferenceLog
+from conformance.speech_runner import STAGES, SpeechRunner
+from conformance.vae import encode_wave
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.errors import ArtifactError
 from mingc.media.dsp.fbank import kaldi_fbank
@@ -18,11 +22,8 @@ from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines, pad_rows, to_numpy
+from mingc.verify.engine_run import to_numpy
 from mingc.verify.recorded_noise import RecordedNoise
-from mingc.verify.replays.speech_runner import STAGES, SpeechRunner
-from mingc.verify.replays.vae import encode_wave
 
 FBANK_TOLERANCE = 1e-4
 _FBANK_HZ = 16000  # sample rate of the speaker network
@@ -30,7 +31,7 @@ _FBANK_HZ = 16000  # sample rate of the speaker network
 Floats = NDArray[np.float32]
 
 
-def replay(engines: Engines, log: ComparisonLog, arguments: Mapping[str, Any]) -> None:
+def replay_speech(engines: Engines, log: ReferenceLog, arguments: Mapping[str, Any]) -> None:
     """Replay voices, prompts, patches and loops; `arguments` is talker.json, which prompt ids require."""
     with log.case("voice.*"):
         _replay_voices(engines, log)
@@ -63,7 +64,7 @@ def _run_rows(engines: Engines, name: str, values: Floats) -> Floats:
     return np.concatenate(results).astype(np.float32)
 
 
-def _replay_voices(engines: Engines, log: ComparisonLog) -> None:
+def _replay_voices(engines: Engines, log: ReferenceLog) -> None:
     for case in log.cases("spk_emb_raw"):
         wave_name = f"{case}.spk_wav16k"
         if wave_name in log:
@@ -83,7 +84,7 @@ def _replay_voices(engines: Engines, log: ComparisonLog) -> None:
         log.tensor(f"{case}.prompt_wav_emb", _run_rows(engines, "aggregate", patches)[None])
 
 
-def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, log: ComparisonLog) -> None:
+def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, log: ReferenceLog) -> None:
     """The speaker network, an ONNX file of the checkpoint; skipped without onnxruntime."""
     name, file = f"{case}.spk_emb_raw", engines.artifact.manifest.speaker_network
     if file is None:
@@ -107,7 +108,7 @@ def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, log: Com
 
 
 def _replay_prompt(
-    case: str, engines: Engines, speech: SpeechRunner, log: ComparisonLog, arguments: Mapping[str, Any]
+    case: str, engines: Engines, speech: SpeechRunner, log: ReferenceLog, arguments: Mapping[str, Any]
 ) -> None:
     """Ids of the assembled prompt; hidden states of recorded embeddings, and of token ids where recorded."""
     name = case.removeprefix("prompt.")
@@ -146,7 +147,7 @@ def _replay_prompt(
         )
 
 
-def _replay_patch(name: str, engines: Engines, speech: SpeechRunner, log: ComparisonLog) -> None:
+def _replay_patch(name: str, engines: Engines, speech: SpeechRunner, log: ReferenceLog) -> None:
     case = f"cfm.{name}"
     history = log.input(f"{case}.lat_cond") if f"{case}.lat_cond" in log else None
     hidden = log.input(f"{case}.llm_cond") if f"{case}.llm_cond" in log else None
@@ -172,7 +173,7 @@ def _replay_patch(name: str, engines: Engines, speech: SpeechRunner, log: Compar
         log.tensor(f"stop.{name}.softmax", recorder.stop_probabilities, reference=reference, how="stop")
 
 
-def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: ComparisonLog) -> None:
+def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: ReferenceLog) -> None:
     """The generation loop with recorded noise, for all recorded patches."""
     parameters = engines.parameters_of("talker", TalkerParameters)
     embeds = log.input(f"{case}.inputs_embeds")[0].astype(np.float32)
@@ -219,14 +220,14 @@ def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: Compari
     log.ids(f"{case}.ended", ended, how="stop step", waiver=waiver)
 
 
-def _first(log: ComparisonLog, name: str, count: int, axis: int = 0) -> NDArray[np.generic] | None:
+def _first(log: ReferenceLog, name: str, count: int, axis: int = 0) -> NDArray[np.generic] | None:
     """The first `count` rows of a reference along `axis`; None without it."""
     if name not in log:
         return None
     return log.references[name].take(range(count), axis=axis)
 
 
-def _replay_history(case: str, engines: Engines, log: ComparisonLog) -> None:
+def _replay_history(case: str, engines: Engines, log: ReferenceLog) -> None:
     """The latents of a voice before the first patch, from the planner of a server."""
     parameters = engines.find_parameters("talker", TalkerParameters)
     flow = engines.find_parameters("cfm", CfmParameters)
@@ -249,7 +250,7 @@ def _replay_history(case: str, engines: Engines, log: ComparisonLog) -> None:
     log.tensor(f"{case}.first_history", segment.history[None], tolerance=0.0)
 
 
-def _arguments(log: ComparisonLog, case: str, engines: Engines) -> tuple[float, float, float]:
+def _arguments(log: ReferenceLog, case: str, engines: Engines) -> tuple[float, float, float]:
     """Guidance, sigma and temperature: recorded values, or the model's defaults."""
     if f"{case}.sde_args" in log:
         guidance, sigma, temperature = log.input(f"{case}.sde_args").tolist()
@@ -258,7 +259,7 @@ def _arguments(log: ComparisonLog, case: str, engines: Engines) -> tuple[float, 
     return flow.guidance, flow.sigma, flow.temperature
 
 
-def _step_noise(log: ComparisonLog, name: str) -> Floats | None:
+def _step_noise(log: ReferenceLog, name: str) -> Floats | None:
     """The recorded noise (steps, 1, p, 64) as (1, steps, p, 64)."""
     if name not in log:
         return None

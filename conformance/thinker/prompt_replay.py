@@ -8,15 +8,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.artifacts.parameters import ThinkerParameters
-from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines
-from mingc.verify.replays.thinker.batches import (
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
+from conformance.thinker.batches import (
     BatchRun,
     ExplainedByRounding,
     check_alone,
@@ -25,9 +24,11 @@ from mingc.verify.replays.thinker.batches import (
     run_batches,
     step_sizes,
 )
-from mingc.verify.replays.thinker.prompts import read_prompts
-from mingc.verify.replays.thinker.reference_routing import UNEVEN_CHUNK, ReferenceRoutedThinker, RoutingResult
-from mingc.verify.replays.thinker.runner import Request, ThinkerRunner
+from conformance.thinker.prompts import read_prompts
+from conformance.thinker.reference_routing import UNEVEN_CHUNK, ReferenceRoutedThinker, RoutingResult
+from conformance.thinker.runner import Request, ThinkerRunner
+from mingc.artifacts.parameters import ThinkerParameters
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -35,7 +36,7 @@ _KV = re.compile(r"^(?P<case>.+)\.kv\.layer(?P<layer>\d+)_(?P<what>keys_rotated|
 _STEPS = "decode steps of several requests"
 
 
-def replay(engines: Engines, log: ComparisonLog) -> None:
+def replay_prompts(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> None:
     """Replay every case alone, in chunks and as a batch; in low precision also with reference routing."""
     parameters = engines.parameters_of("thinker", ThinkerParameters)
     prompts: dict[str, list[ThinkerPrompt]] = {}
@@ -90,7 +91,7 @@ def replay(engines: Engines, log: ComparisonLog) -> None:
 
 
 def _rounding_explanation(
-    engines: Engines, parameters: ThinkerParameters, log: ComparisonLog
+    engines: Engines, parameters: ThinkerParameters, log: ReferenceLog
 ) -> ExplainedByRounding:
     """A function that tests whether rounding explains a batch's logits. Call it after the rank group has closed."""
     thinker = functools.cache(lambda: _routed_thinker(engines, parameters, log))
@@ -102,7 +103,7 @@ def _rounding_explanation(
 
 
 def _routed_thinker(
-    engines: Engines, parameters: ThinkerParameters, log: ComparisonLog
+    engines: Engines, parameters: ThinkerParameters, log: ReferenceLog
 ) -> ReferenceRoutedThinker:
     """The thinker of all ranks in this process, with observed routing."""
     devices = engines.rank_devices()
@@ -120,9 +121,9 @@ def _replay_with_reference_routing(
     thinker: ReferenceRoutedThinker,
     prompts: Mapping[str, Sequence[ThinkerPrompt]],
     requests: Sequence[Request],
-    log: ComparisonLog,
+    log: ReferenceLog,
 ) -> tuple[dict[str, RoutingResult], list[Floats]]:
-    """Results of all cases that do not fail, by case, and the logits of each of `requests` run alone."""
+    """Check every case, then run every request alone. Returns results by case, without cases that fail, and logits."""
     routed: dict[str, RoutingResult] = {}
     for case, rows in prompts.items():
         with log.case(case):
@@ -130,7 +131,7 @@ def _replay_with_reference_routing(
     return routed, [thinker.run_alone(each) for each in requests]
 
 
-def _longest(log: ComparisonLog) -> int:
+def _longest(log: ReferenceLog) -> int:
     """Tokens of the longest prompt plus the longest continuation."""
     lengths: list[int] = [log.references[f"{case}.input_ids"].shape[1] for case in log.cases("input_ids")]
     steps: list[int] = [log.references[f"{case}.greedy_ids"].shape[1] for case in log.cases("greedy_ids")]
@@ -138,7 +139,7 @@ def _longest(log: ComparisonLog) -> int:
 
 
 def _replay_prompt(
-    case: str, prompt: ThinkerPrompt, run: ThinkerRunner, log: ComparisonLog, routed: RoutingResult | None
+    case: str, prompt: ThinkerPrompt, run: ThinkerRunner, log: ReferenceLog, routed: RoutingResult | None
 ) -> None:
     num_tokens = prompt.num_tokens
     waiver = routed.waiver if routed is not None else ""
@@ -175,7 +176,7 @@ def _replay_greedy(
     case: str,
     prompts: Sequence[ThinkerPrompt],
     run: ThinkerRunner,
-    log: ComparisonLog,
+    log: ReferenceLog,
     routed: RoutingResult | None,
 ) -> None:
     waiver = routed.waiver if routed is not None else ""
@@ -202,7 +203,7 @@ def _replay_greedy(
         log.tensor(name, logits[:, :until], reference=reference[:, :until], how=how, waiver=waiver)
 
 
-def _check_experts(case: str, found: tuple[Ints, Floats] | None, log: ComparisonLog, waiver: str) -> None:
+def _check_experts(case: str, found: tuple[Ints, Floats] | None, log: ReferenceLog, waiver: str) -> None:
     ids_name, weights_name = f"{case}.moe_topk_ids", f"{case}.moe_topk_weights"
     if ids_name not in log:
         return

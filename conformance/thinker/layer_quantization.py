@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.reference_log import ReferenceLog
+from conformance.sublayer_fit import worst_scale
 from mingc.artifacts.manifest import QuantizationError
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.scale import Scale, worst_scale
+from mingc.verify.scale import Scale
 
 Floats = NDArray[np.float32]
 
@@ -25,7 +26,7 @@ _SPREAD = 1.25 * 1.48
 
 
 def check_layer_quantization(
-    case: str, given: Floats, layers: Floats, quantization_error: QuantizationError, log: ComparisonLog
+    case: str, given: Floats, layers: Floats, quantization_error: QuantizationError, log: ReferenceLog
 ) -> None:
     """Compare the residual update of each layer, computed from the recorded residual before it.
 
