@@ -74,7 +74,7 @@ class TwoRanks:
         return [outputs[0][:, : VOCAB // 2]]
 
     def _wrap(self, name: str, share: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        engine = self.stage.graphs[name]._engines[None]
+        engine = self.stage.graphs[name].engines[None]
         run = engine.run
         engine.run = lambda tensors: share(run(tensors))  # type: ignore[method-assign]
 
@@ -111,8 +111,8 @@ def ask_all(loop: ThinkerLoop) -> list[list[int]]:
 
 
 def worker_of(loop: ThinkerLoop) -> ThinkerWorker:
-    assert isinstance(loop._runner, ThinkerWorker)
-    return loop._runner
+    assert isinstance(loop.runner, ThinkerWorker)
+    return loop.runner
 
 
 @pytest.mark.parametrize("two_batch_overlap", [False, True])
@@ -170,7 +170,7 @@ def test_no_chunk_is_longer_than_allowed_unless_all_engines_are(max_chunk: int |
 def record_rows(stage: LoadedStage, graph: str) -> list[int]:
     """Rows of each call of a graph's engine."""
     rows: list[int] = []
-    engine = stage.graphs[graph]._engines[None]
+    engine = stage.graphs[graph].engines[None]
     run = engine.run
 
     def record(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -293,7 +293,7 @@ def test_an_artifact_with_a_graph_for_sampling_samples_with_it() -> None:
 def record_ids(stage: LoadedStage) -> list[list[int]]:
     """The ids of each call of the embedding engine."""
     calls: list[list[int]] = []
-    engine = stage.graphs["embed"]._engines[None]
+    engine = stage.graphs["embed"].engines[None]
     run = engine.run
 
     def record(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -324,7 +324,7 @@ def test_every_layer_runs_once_in_every_division_into_groups() -> None:
 def count_calls(stage: LoadedStage, graph: str) -> list[int]:
     """The number of calls of a graph's engine, kept up to date."""
     count = [0]
-    engine = stage.graphs[graph]._engines[None]
+    engine = stage.graphs[graph].engines[None]
     run = engine.run
 
     def counted(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -381,7 +381,7 @@ def test_experts_of_chunks_and_of_decode_steps_have_engines_of_their_own() -> No
     dense = stage.graphs["dense"]
     graphs = {
         **stage.graphs,
-        "dense": Graph(replace(dense.spec, layer_instances=("layers.0.feed_forward",)), dense._engines),
+        "dense": Graph(replace(dense.spec, layer_instances=("layers.0.feed_forward",)), dense.engines),
         "prefill_experts": experts("prefill", has_routes=True),
         "decode_experts": experts("decode", has_routes=False),
     }

@@ -56,6 +56,7 @@ from mingc.runtime.service.output_processor import (
     Timings,
 )
 from mingc.runtime.talker.group import TalkerGroup
+from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
@@ -208,12 +209,22 @@ class OmniService:
                 self._chat.encoder_cache.clear()
 
     @property
+    def thinker(self) -> ThinkerLoop | None:
+        """The thinker's loop, for checks and measurements; None without a thinker."""
+        return None if self._chat is None else self._chat.loop
+
+    @property
+    def talkers(self) -> Sequence[TalkerLoop]:
+        """The talkers' loops, for checks and measurements."""
+        return () if self._speech is None else self._speech.talkers.loops
+
+    @property
     def held(self) -> Mapping[str, int]:
         """Resources that requests hold at present, by kind: all 0 when none is running.
 
         For checks; read like `load`.
         """
-        held = Counter({"requests": len(self._running)})
+        held = Counter({"requests": len(self._running), "chat requests": len(self._running_chats)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
         return held

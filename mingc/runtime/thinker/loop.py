@@ -132,7 +132,7 @@ class ThinkerLoop(EngineThread):
         prefix_salt: bytes | None = None,
     ) -> None:
         super().__init__("thinker")
-        self._runner = runner
+        self.runner = runner
         self.scheduler = scheduler
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
@@ -151,18 +151,20 @@ class ThinkerLoop(EngineThread):
     @property
     def held(self) -> dict[str, int]:
         """Resources that requests hold: KV pages, slots, and work in flight."""
-        pool, slots = self.scheduler.pool, self._slots
+        scheduler, pool, slots = self.scheduler, self.scheduler.pool, self._slots
         return {
             "KV pages": pool.num_pages - 1 - pool.num_free,
             "thinker slots": slots.num_slots - 1 - slots.num_free,
             "chats": len(self._requests),
+            "scheduled chats": scheduler.num_waiting + scheduler.num_running,
+            "prompts in a chunk": scheduler.num_chunk_prompts,
             "thinker steps in flight": len(self._launched),
         }
 
     @property
     def device(self) -> torch.device:
         """Device of the prompts' media embeddings."""
-        return self._runner.device
+        return self.runner.device
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -203,10 +205,10 @@ class ThinkerLoop(EngineThread):
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
         stop_ids = self._stop_ids_of(sampling)
-        if self._runner.samples_on_device:
+        if self.runner.samples_on_device:
             row = SamplerRow(sampling, seed, stop_ids=stop_ids)  # the device tracks the seen tokens
         else:
-            ids, device = prompt.input_ids.tolist(), self._runner.device
+            ids, device = prompt.input_ids.tolist(), self.runner.device
             row = SamplerRow.begin(sampling, seed, ids, self._vocab_size, device, stop_ids)
         with self._lock:
             self._check_healthy()
@@ -258,11 +260,11 @@ class ThinkerLoop(EngineThread):
             self.scheduler.commit(plan)
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
-        if self._runner.samples_on_device:
+        if self.runner.samples_on_device:
             self._launch_and_collect(plan.decode, num_uncollected)
         elif plan.decode:
             self._run_decode(plan.decode)
-        if self._runner.samples_on_device and plan.prefill is not None:
+        if self.runner.samples_on_device and plan.prefill is not None:
             self._next_chunk_at = time.perf_counter() + 1e-3 * _BUSY_SHARE * self._measured_ms(plan.prefill)
         return True
 
@@ -301,7 +303,7 @@ class ThinkerLoop(EngineThread):
         self._pending_prefill_ms += self._measured_ms(chunk)
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
-        is_sampled = bool(ended) and self._runner.samples_on_device
+        is_sampled = bool(ended) and self.runner.samples_on_device
         step = replace(
             self._chunk_step,
             embeds=self._chunk_step.embeds if chunk.first_group == 0 else None,
@@ -312,10 +314,10 @@ class ThinkerLoop(EngineThread):
         )
         try:
             if is_sampled:
-                launched = self._runner.launch_prefill(step, with_logits=self._records_logits(ended))
+                launched = self.runner.launch_prefill(step, with_logits=self._records_logits(ended))
                 self._add_launched(ended, launched, 0)
                 return None
-            logits = self._runner.prefill(step)
+            logits = self.runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
         except Exception as error:
             self._fail_step(requests, error)
@@ -356,7 +358,7 @@ class ThinkerLoop(EngineThread):
     def _run_decode(self, requests: Sequence[int]) -> None:
         step = self._decode_step(requests)
         try:
-            logits = self._runner.decode(step)
+            logits = self.runner.decode(step)
         except Exception as error:
             self._fail_step(requests, error)
             return
@@ -368,7 +370,7 @@ class ThinkerLoop(EngineThread):
         try:
             if launchable:
                 step = self._decode_step(launchable)
-                launched = self._runner.launch_decode(step, with_logits=self._records_logits(launchable))
+                launched = self.runner.launch_decode(step, with_logits=self._records_logits(launchable))
                 self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
@@ -412,7 +414,7 @@ class ThinkerLoop(EngineThread):
             self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
         ]
         slots, sampling = None, None
-        if self._runner.samples_on_device:
+        if self.runner.samples_on_device:
             slots = np.array([self._slots.slot(request) for request in requests])
             sampling = _sampling(running)
         return DecodeStep(

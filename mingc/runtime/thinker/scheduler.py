@@ -150,6 +150,11 @@ class ThinkerScheduler:
         return len(self._prefilling) + len(self._decoding)
 
     @property
+    def num_chunk_prompts(self) -> int:
+        """Prompts of the chunk under way: some of its layer groups have run, others have not."""
+        return 0 if self._current is None else len(self._current.prompts)
+
+    @property
     def can_start_chunk(self) -> bool:
         """Whether the next plan may start a chunk, which a prompt that arrives before it could share."""
         return self._current is None and bool(self._waiting or self._prefilling)
