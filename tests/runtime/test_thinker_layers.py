@@ -19,7 +19,7 @@ from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker import layers, worker
+from mingc.runtime.thinker import device_sampler, layers, worker
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
@@ -204,7 +204,7 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks round differently, so each may sample another token: all must use those of rank 0."""
-    of_rank_0 = [[417], [33, 34]]
+    of_rank_0 = [[417], [33, 34], [5, 6]]
     shared: list[list[int]] = []
 
     def broadcast_(x: Tensor) -> None:
@@ -212,7 +212,7 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
         shared.append(x.tolist())
         x[: len(tokens)] = torch.tensor(tokens)
 
-    monkeypatch.setattr(worker, "broadcast_from_rank0_", broadcast_)
+    monkeypatch.setattr(device_sampler, "broadcast_from_rank0_", broadcast_)
     stage = make_stage()
     rank = make_thinker_worker(stage, is_static=True)
     embedded = record_ids(stage)
@@ -240,8 +240,9 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     )
     assert rank.launch_decode(decode).wait() == [33, 34]
     assert embedded[-1][:2] == [417, 8], "-1 is the token that rank 0 sampled for the slot"
-    assert rank._last[[2, 3]].tolist() == [33, 34]
-    assert len(shared) == 2 and shared[0][0] != 417, "this rank sampled something else"
+    rank.launch_decode(replace(decode, input_ids=np.array([-1, -1])))
+    assert embedded[-1][:2] == [33, 34]
+    assert len(shared) == 3 and shared[0][0] != 417, "this rank sampled something else"
 
 
 def test_an_artifact_with_a_graph_for_sampling_samples_with_it() -> None:

@@ -156,7 +156,7 @@ class TalkerLoop(EngineThread):
         self.post(lambda: self._remove(stream))
 
     def _run(self) -> None:
-        # CUDA has a current device per thread, which engines and pinned buffers without a device of their own use.
+        # CUDA has a current device per thread; engines and pinned buffers that name no device use it.
         with current_device(self.worker.device):
             super()._run()
 

@@ -55,7 +55,7 @@ class PrefillChunk:
     """A range of layer groups to run for the next tokens of some prompts.
 
     Attributes:
-        prompts: slices of the chunk, without those of removed requests.
+        prompts: slices of the chunk, except of removed requests.
         num_rows: from the first token to the last, including alignment padding.
         first_group, end_group: range of layer groups; those before it have been run.
         is_whole: whether the chunk is complete after these groups.

@@ -53,7 +53,7 @@ def replay_served(
 ) -> list[ComparisonLog]:
     """Compare the parameters with the recorded ones, and replay all recorded requests in every way.
 
-    `engines` are those of `EngineOptions`.
+    `engines`: see `EngineOptions`.
     """
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
