@@ -1,55 +1,18 @@
-"""Requests and events: plain data between the HTTP layer and the service, and the service's interface.
-
-Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.media` decodes them.
-"""
+"""Requests and events: plain data between the HTTP layer and the service, and the service's interface."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import ServeError
+from mingc.prompts.conversation import Message, VideoParams
 
-Role = Literal["system", "user", "assistant"]
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextPart:
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaPart:
-    """One encoded image, audio clip or video. `where` names it in error messages (`messages[0].content[1]`)."""
-
-    kind: Literal["image", "audio", "video"]
-    data: bytes | memoryview
-    where: str
-
-
-_Media = TypeVar("_Media", covariant=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message(Generic[_Media]):
-    """One message of a conversation, in the client's order. No parts: empty content.
-
-    `_Media` is the form that its media have: a source (URL, path or base64 string) after parsing, encoded bytes
-    (`MediaPart`) in a request, decoded features in preprocessing.
-    """
-
-    role: Role
-    parts: tuple[TextPart | _Media, ...]
-
-    @property
-    def text(self) -> str:
-        """All text of the message, joined."""
-        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 # Below this, sampling is greedy in effect, and logit differences divided by it exceed the range of float32.
@@ -97,17 +60,6 @@ class SpeechParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoParams:
-    """Frame sampling and size limits of videos. None selects the artifact's default."""
-
-    fps: float | None = None
-    max_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    total_pixels: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
@@ -115,7 +67,7 @@ class ChatRequest:
     """
 
     request_id: str
-    messages: tuple[Message[MediaPart], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
     video: VideoParams = field(default_factory=VideoParams)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import SamplingParams, TextDelta
@@ -79,7 +80,9 @@ def services(eager_artifact: Path) -> Iterator[tuple[OmniService, OmniService]]:
     """A service without and one with an encoder cache; neither has a prefix cache, which would hide it."""
     opened = [
         open_service(
-            eager_artifact, EngineOptions(prefix_cache=False, loads_speech=False, encoder_cache=max_bytes)
+            eager_artifact,
+            EngineOptions(prefix_cache=False, loads_speech=False, encoder_cache=max_bytes),
+            media=DecoderPool(),
         )
         for max_bytes in (0, EngineOptions().encoder_cache)
     ]

@@ -65,10 +65,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.text": ("mingc.errors",),
     "mingc.media.dsp": ("mingc.errors",),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.runtime"),
-    "mingc.prompts": ("mingc.artifacts", "mingc.errors", "mingc.media", "mingc.runtime"),
+    # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
+    "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
+    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.prompts"),
     # Inside the runtime, from what everything shares up to the service.
-    "mingc.runtime": ("mingc.errors",),
+    "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -84,7 +85,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -122,7 +122,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -132,7 +131,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
+    "mingc.server": (
+        "mingc",
+        "mingc.console.signals",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.prompts",
+        "mingc.runtime",
+    ),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -167,6 +173,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",

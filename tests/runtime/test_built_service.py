@@ -49,8 +49,8 @@ from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.errors import CapacityError, MingcError
 from mingc.host.machine import Host
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.task import InProcessDecoder
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -59,13 +59,10 @@ from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
-    MediaPart,
-    Message,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
     TextDelta,
-    TextPart,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service import builder, preprocessing
@@ -241,16 +238,6 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     return LoadedStage(name, graphs)
 
 
-class InProcess(DecoderPool):
-    """Decodes in this process: faster, and processes are tested elsewhere."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
-        return run_task(task, data)
-
-
 @dataclass
 class Built:
     """A service and what the builder asked for outside it."""
@@ -259,7 +246,6 @@ class Built:
     rank_timeout_s: list[float] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     hashed: list[Path] = field(default_factory=list)
-    decoding: list[tuple[int, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -287,16 +273,11 @@ def build(
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 
-        def make_pool(*, max_bytes: int, timeout_s: float, num_prepared: int) -> DecoderPool:
-            found.decoding.append((max_bytes, timeout_s))
-            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s, num_prepared=num_prepared)
-
-        patch.setattr(builder, "DecoderPool", make_pool)
         patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
 
         def open_it() -> Built:
             try:
-                found.service = open_service(TINY, options)
+                found.service = open_service(TINY, options, media=InProcessDecoder())
                 opened.append(found.service)
             except CapacityError:
                 assert found.rank_timeout_s
@@ -515,13 +496,10 @@ def describe(
             "hashes": len(built.hashed),
             "threads": built.threads,
             "step timeout": built.rank_timeout_s,
-            "decoders": built.decoding,
         }
         if built.service is not None:
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
-            decoders = built.service._chat.decoders if built.service._chat is not None else None
-            seen["decoder processes"] = decoders._num_prepared if isinstance(decoders, InProcess) else None
             seen.update(describe_chat(built.service, with_media=with_media))
             if with_speech:
                 seen.update(describe_speech(built.service))
@@ -637,12 +615,10 @@ OPTIONS: dict[str, Change] = {
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
-    "num_preprocess_threads": Change(5, ("preprocessing threads", "decoder processes")),
+    "num_preprocess_threads": Change(5, ("preprocessing threads",)),
     "num_torch_threads": Change(3, ("threads",)),
     "step_timeout_s": Change(7.0, ()),  # of ranks: a test of its own below
     "check_hashes": Change(True, ("hashes",)),
-    "max_media_memory": Change(1 << 30, ("decoders",)),
-    "media_decode_timeout_s": Change(3.0, ("decoders",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
     "talker_depth": Change(2, ("patches in flight",)),
@@ -650,8 +626,6 @@ OPTIONS: dict[str, Change] = {
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
-    "engines": Change(("thinker=onnx",), REFUSED),
-    "target": Change("rtx:sm89", REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {
@@ -757,7 +731,7 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     with build(two, EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
         patch.setattr(builder, "RankGroup", Ranks)
         patch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
-        patch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
+        patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
         patch.setattr(builder, where, fail)
         with pytest.raises(MemoryError, match="far enough"):
             opened()

@@ -24,7 +24,7 @@ from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
 from mingc.runtime import engine_thread
@@ -578,7 +578,7 @@ def test_a_closed_service_leaves_no_decoder_process() -> None:
     decoders = DecoderPool()
     decoders.start()
     (pid,) = decoders.pids
-    service = make_service(decoders=decoders)
+    service = make_service(media=decoders)
     asyncio.run(service.close(shutdown_timeout_s=0))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

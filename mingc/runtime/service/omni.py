@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.media.audio import AudioFeatures
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
-from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.features import AudioFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
@@ -38,15 +38,12 @@ from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     ChatRequest,
     Event,
-    MediaPart,
     MemoryUse,
-    Message,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
-    VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.output_processor import (
@@ -79,7 +76,7 @@ class ChatPipeline:
     audio: EncoderLoop[AudioFeatures] | None
     loop: ThinkerLoop
     encoder_cache: EncoderCache | None = None  # of both encoders
-    decoders: DecoderPool | None = None  # closed with the service
+    media: MediaDecoder | None = None  # closed with the service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -240,7 +237,7 @@ class OmniService:
 
     def prepare(
         self,
-        messages: Sequence[Message[MediaPart | MediaEntry]],
+        messages: Sequence[Message],
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
@@ -402,8 +399,8 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
-        if self._chat is not None and self._chat.decoders is not None:
-            self._chat.decoders.close()
+        if self._chat is not None and self._chat.media is not None:
+            self._chat.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:

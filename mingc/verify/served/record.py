@@ -21,6 +21,7 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import SpeechPath
+from mingc.media.task import InProcessDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 from mingc.prompts.tokenizer import TextTokenizer
@@ -128,7 +129,7 @@ class _Recorder:
             has_speech=planner is not None,
         )
         tokenizer = load_tokenizer(self._artifact, decoder)
-        processor = create_chat_processor(self._artifact, decoder, tokenizer)
+        processor = create_chat_processor(self._artifact, decoder, tokenizer, media=InProcessDecoder())
         prepared = [processor.prepare(decoded_messages(case, self.media.tensors)) for case in cases]
         answers = self._model.answer(
             [self._prompt(decoder, thinker.hidden_size, each) for each in prepared],

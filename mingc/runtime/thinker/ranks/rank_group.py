@@ -62,8 +62,6 @@ class RankGroup:
         on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
         options: those that `start` creates the worker with.
-        engines: the `STAGE=BACKEND` words that `load` uses.
-        target: the target of the artifact that `load` uses.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -79,8 +77,6 @@ class RankGroup:
         on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
         options: StepOptions = DEFAULT_STEPS,
-        engines: tuple[str, ...] = (),
-        target: str | None = None,
     ) -> None:
         self._on_failure = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
@@ -107,8 +103,6 @@ class RankGroup:
                         step_socket=0,  # set by `_spawn`
                         parent_pipe=self._pipe_read,
                         options=options,
-                        engines=engines,
-                        target=target,
                     )
                 )
             stage = load()
