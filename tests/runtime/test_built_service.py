@@ -569,7 +569,6 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "describes the expert layers, which are in the engines",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),

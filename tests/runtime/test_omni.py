@@ -45,8 +45,9 @@ from mingc.runtime.request import (
     TextDone,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
-from mingc.runtime.service.omni import OmniService, _encoded, _prepare
+from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
+from mingc.runtime.service.pipelines import media_embeds
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.http.metrics import Metrics
 from mingc.text.spoken import SpokenText
@@ -545,7 +546,7 @@ def test_media_of_a_client_that_left_while_they_were_decoded_are_not_encoded() -
         stream = RequestStream(cast(EventQueue, None))
         if is_gone:
             stream.close()
-        _prepare(pipeline, lambda: prepared, Timings(), stream)
+        pipeline.prepare(lambda: prepared, Timings(), stream)
         assert submitted == ["vision"]
     asyncio.run(service.close(shutdown_timeout_s=0))
 
@@ -591,7 +592,7 @@ def test_a_request_that_leaves_withdraws_all_of_its_media() -> None:
 
     async def leave() -> None:
         kinds = np.array([VISION, VISION, AUDIO, AUDIO], np.int64)
-        waiting = asyncio.create_task(_encoded(kinds, futures, torch.device("cpu")))
+        waiting = asyncio.create_task(media_embeds(kinds, futures, torch.device("cpu")))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -609,7 +610,7 @@ def test_embeddings_of_a_single_medium_are_not_copied_on_the_host() -> None:
         for future, tensor in zip(futures, tensors, strict=True):
             future.set_result(tensor)
         kinds = np.repeat(np.array([WORD, VISION, WORD], np.int64), [2, sum(map(len, tensors)), 3])
-        return asyncio.run(_encoded(kinds, {VISION: futures}, device))
+        return asyncio.run(media_embeds(kinds, {VISION: futures}, device))
 
     cpu, gpu = torch.device("cpu"), torch.device("meta")  # which stands for a device
     first, second = torch.rand(4, 3), torch.rand(5, 3)
@@ -637,7 +638,7 @@ def test_embeddings_of_several_media_are_placed_in_their_order_and_dtype(dtype: 
         [*futures[VISION], *futures[AUDIO]], [rows[:1], rows[3:], rows[1:3]], strict=True
     ):
         future.set_result(tensor)
-    placed = asyncio.run(_encoded(kinds, futures, torch.device("cpu")))
+    placed = asyncio.run(media_embeds(kinds, futures, torch.device("cpu")))
     assert placed.dtype == dtype and torch.equal(placed, rows)
 
 

@@ -28,7 +28,8 @@ from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import ChatRequest, Event, SamplingParams, ServiceInfo, SpeechParams, SpeechRequest
-from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 
 _STEP_S = 0.03

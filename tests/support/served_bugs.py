@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mingc.runtime.service import omni
+from mingc.runtime.service import pipelines
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
@@ -186,8 +186,8 @@ BUGS: Mapping[str, ServedBug] = {
     ),
     "mixed-prompt": ServedBug(
         "the audio of a prompt with an image is lost",
-        omni,
-        "_place",
+        pipelines,
+        "place",
         _without_audio,
         ("image, audio",),
         "image, audio.tokens (alone)",
