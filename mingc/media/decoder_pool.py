@@ -23,11 +23,10 @@ from mingc.media.decoder_process import (
     send,
     unpack,
 )
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
+from mingc.media.limits import DEFAULT_DECODE_S, DEFAULT_MEDIA_BYTES, too_large, undecodable
 from mingc.media.task import DecodedMedia, MediaTask, digest_of, with_digest
 
 log = logging.getLogger("mingc.preprocess")
-DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
 # One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
 # hold the arrays of a clip, which would else take new pages each time: an eighth of its time.
@@ -50,7 +49,7 @@ class DecoderPool:
         self,
         *,
         max_bytes: int = DEFAULT_MEDIA_BYTES,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = DEFAULT_DECODE_S,
         num_prepared: int = 1,
     ) -> None:
         self._max_bytes = max_bytes

@@ -21,7 +21,8 @@ from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
-from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import StepOptions
+from mingc.runtime.thinker.worker import ThinkerWorker
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import to_numpy
 from mingc.verify.replays.thinker.layer_quantization import check_layer_quantization
