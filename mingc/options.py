@@ -175,8 +175,10 @@ class Option:
         """The value as a user would write it."""
         if isinstance(value, tuple):
             return ",".join(map(self.text, value))
+        if isinstance(value, bool):
+            return str(value).lower()
         unit = self.declared.unit
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float):
             if isinstance(value, float) and abs(value) < _MAX_EXACT and value.is_integer():
                 value = int(value)
             return (

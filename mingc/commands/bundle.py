@@ -93,8 +93,8 @@ def pack_command(
 def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_shared: bool) -> int:
     """Write the files of a packed bundle to a folder.
 
-    Compares the hash of every file of BUNDLE. The folder OUTPUT appears only when it is complete. To continue an interrupted unpack, run
-    the same command again.
+    Compares the hash of every file of BUNDLE. The folder OUTPUT appears only when it is complete. To continue an
+    interrupted unpack, run the same command again.
     """
     from mingc.bundles.unpacking import unpack
     from mingc.console.report import show

@@ -24,16 +24,19 @@ REMOVED = (
 
 def refuse_removed(words: Sequence[str]) -> None:
     """Raise a ConfigError when the command line `words` has a command, option or value that was removed."""
-    line = " ".join(words[:2])
-    flags = [word.partition("=")[0] for word in words]
+    line = " ".join([*words[:2], ""])
+    split = [word.partition("=") for word in words]
+    flags = [flag for flag, _, _ in split]
     for command, option, fix in REMOVED:
-        if f"{line} ".startswith(f"{command} ") and (option is None or option in flags):
+        if line.startswith(f"{command} ") and (option is None or option in flags):
             raise ConfigError(f"{option or command} was removed", where=f"mingc {command}", fix=fix)
-    if words[:1] == ["export"]:
-        if flags.count("--target") > 1:
-            raise ConfigError("--target is given several times", where="mingc export", fix=_ONE_EACH)
-        for flag, value in zip(flags, [*words[1:], ""], strict=True):
-            if flag == "--backend" and "+" in value:
-                raise ConfigError(
-                    f"--backend {value}: names several backends", where="mingc export", fix=_ONE_EACH
-                )
+    if words[:1] != ["export"]:
+        return
+    if flags.count("--target") > 1:
+        raise ConfigError("--target is given several times", where="mingc export", fix=_ONE_EACH)
+    for (flag, equals, value), after in zip(split, [*words[1:], ""], strict=True):
+        chosen = value if equals else after
+        if flag == "--backend" and "+" in chosen:
+            raise ConfigError(
+                f"--backend {chosen}: names several backends", where="mingc export", fix=_ONE_EACH
+            )

@@ -141,19 +141,18 @@ def _click_option(declaration: Option, default: Any) -> Decorator:
     assert told.flag is not None
     if declaration.kind is bool:
         return option(told.flag, declaration.name, is_flag=True, default=default, help=told.help)
-    shown: Any = None
+    settings: dict[str, Any] = {"required": default is REQUIRED}
     if default not in (None, REQUIRED, ()):
-        shown = [*map(declaration.text, default)] if told.repeats else declaration.text(default)
+        settings["default"] = [*map(declaration.text, default)] if told.repeats else declaration.text(default)
     return option(
         told.flag,
         declaration.name,
         type=str,
         metavar=declaration.metavar,
         multiple=told.repeats,
-        required=default is REQUIRED,
-        default=shown,
         show_default=told.shown_default or True,
         help=told.help,
+        **settings,
     )
 
 

@@ -68,7 +68,7 @@ class ExportRecipe:
         help="Read only configs and sample random weights on the target device, to measure speed.",
     )  # fmt: skip
     max_model_len: int = option(
-        MAX_MODEL_LEN, "--max-model-len", most=MAX_TOKENS, group=_SIZES,
+        MAX_MODEL_LEN, "--max-model-len", least=1, most=MAX_TOKENS, group=_SIZES,
         help="Longest request, prompt and answer, in tokens.",
     )  # fmt: skip
     prefill_chunk_size: int = option(
