@@ -138,9 +138,14 @@ class Option:
     def item(self) -> Any:
         """The type of a value, without None, or of an item of a list."""
         kind = self.kind
-        if isinstance(kind, types.UnionType):
+        if self.may_be_none:
             (kind,) = (each for each in kind.__args__ if each is not type(None))
         return kind.__args__[0] if typing.get_origin(kind) is tuple else kind
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether None is a value."""
+        return isinstance(self.kind, types.UnionType)
 
     @property
     def is_list(self) -> bool:
@@ -190,7 +195,7 @@ class Option:
 
     def parse(self, value: Any) -> Any:
         """The value that a text, or a value of a config file, stands for. Raises: ValueError with the reason."""
-        if value is None and isinstance(self.kind, types.UnionType):
+        if value is None and self.may_be_none:
             return None
         if not self.is_list:
             return _parsed(value, self.item, self.declared.unit)
@@ -267,7 +272,7 @@ def check(options: Any, *others: str, where: str, fix: str) -> None:
         for each in options_of(kind).values()
         for problem in each.problems(getattr(options, each.name))
     ]
-    refuse([*problems, *others], where=where, fix=fix)
+    refuse([*dict.fromkeys([*problems, *others])], where=where, fix=fix)
 
 
 def refuse(problems: Collection[str], *, where: str, fix: str) -> None:
@@ -277,13 +282,16 @@ def refuse(problems: Collection[str], *, where: str, fix: str) -> None:
 
 
 def parse(kind: type, given: Mapping[str, Any], problems: list[str], *, with_flags: bool) -> dict[str, Any]:
-    """Values of the options `given` by name; reasons are added to `problems` for those that cannot be parsed.
+    """Values of the options `given` by name. Adds to `problems` why others cannot be parsed.
 
-    With `with_flags` they call an option as the command line does, otherwise as Python does.
+    With `with_flags` a problem names the option as the command line does, otherwise as Python does; there the text
+    `none` means None.
     """
     found = {}
     for name, value in given.items():
         each = options_of(kind)[name]
+        if value == "none" and each.may_be_none and not with_flags:
+            value = None
         try:
             found[name] = each.parse(value)
         except ValueError as error:

@@ -166,7 +166,6 @@ def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
     own, http, engines = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     problems = []
     for name, value in arguments.items():
-        value = None if value == "none" else value
         if name in options_of(DeployOptions):
             own[name] = value
         elif name in OF_THE_PROXY:

@@ -142,7 +142,7 @@ def test_new_options_of_the_engines_are_arguments() -> None:
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(
-        ConfigError, match=r"tp='x'.*\nnothing is no option.*\nartifact is missing"
+        ConfigError, match=r"nothing is no option\nartifact is missing\ntp='x': "
     ) as refused:
         parse_arguments({"tp": "x", "nothing": 1})
     assert refused.value.where == "arguments of mingc.deploy.ray:app"
@@ -175,9 +175,9 @@ def test_words_become_values_of_their_types() -> None:
 
 def test_sizes_and_durations_have_units() -> None:
     options = parse_arguments(
-        {"artifact": "/a", "max_body_bytes": "1GiB", "downscale_delay_s": "5min", "step_timeout_s": "500ms"}
+        {"artifact": "/a", "max_body_bytes": "256MiB", "downscale_delay_s": "5min", "step_timeout_s": "500ms"}
     )
-    assert (options.http.max_body_bytes, options.downscale_delay_s) == (1 << 30, 300.0)
+    assert (options.http.max_body_bytes, options.downscale_delay_s) == (256 << 20, 300.0)
     assert options.engines.step_timeout_s == 0.5
 
 
@@ -328,7 +328,7 @@ def test_targets_that_need_other_gpus_are_not_guessed(
     monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
     with pytest.raises(ConfigError, match="engines for cpu and rtx:sm89"):
         deployments(artifact=str(eager_artifact))
-    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"target": "cpu"}, 0.0), ({"target": "rtx:sm89"}, 1.0)):
+    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"num_gpus": 1}, 1.0)):
         options = parse_arguments({"artifact": str(eager_artifact), **given})
         assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
 

@@ -207,6 +207,6 @@ def test_all_problems_of_several_targets_come_in_one_error(tensorrt: None) -> No
     with pytest.raises(ConfigError) as caught:
         make_recipe(target="cpu", other_targets=("tpu",), jobs=0, dtype="float16")
     assert caught.value.message.splitlines() == [
-        "--dtype float16: not one of float32, bfloat16",
+        "--dtype float16: must be one of float32, bfloat16",
         "--jobs 0: must be at least 1",
     ]
