@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mingc_command import REPOSITORY
 
 from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.manifest import TargetRecord

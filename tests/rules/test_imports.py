@@ -18,7 +18,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
-    "mingc.defaults": (),
+    "mingc.options": ("mingc.errors",),
     "mingc.plugins": ("mingc.errors",),
     # The machine and what it has: GPUs, libraries, memory, the parent process.
     "mingc.host": (),
@@ -28,8 +28,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
     "mingc.console.signals": (),
-    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc.host", "mingc"),
+    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors", "mingc.options"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc.cli", "mingc.host"),
+    # Loads the commands by name.
+    "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
+    "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
@@ -54,7 +57,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
-        "mingc.defaults",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
@@ -68,6 +70,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.triton",
         "mingc.media.dsp",
         "mingc.numerics",
+        "mingc.options",
         "mingc.plugins",
     ),
     "mingc.text": ("mingc.errors",),
@@ -132,6 +135,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.host.machine",
         "mingc.media",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -141,7 +145,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
+    "mingc.server": (
+        "mingc",
+        "mingc.console.signals",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.options",
+        "mingc.runtime",
+    ),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -168,6 +179,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
@@ -176,6 +188,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",
@@ -191,8 +204,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
     ),
 }
-# Only the command line knows export, runtime, verify and probe together.
-UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
 
 
 def module_name(path: Path) -> str:
@@ -201,6 +212,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+# Only the commands know export, runtime, verify and probe together.
+UNRESTRICTED = (
+    "mingc",
+    "mingc.__main__",
+    *(module for module in MODULES if (module + ".").startswith("mingc.commands.")),
+)
 
 
 def package_of(module: str) -> str:
@@ -211,7 +228,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.cli", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:

@@ -375,13 +375,13 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (("gpu:1",), "--talker-device 'gpu:1' is neither cpu nor a GPU; write cuda:0"),
-        (("cuda",), "--talker-device 'cuda' is neither"),
-        (("cuda:-1",), "--talker-device 'cuda:-1' is neither"),
-        (("cuda:01",), "--talker-device 'cuda:01' is neither"),
-        (("CPU",), "--talker-device 'CPU' is neither"),
-        (("",), "--talker-device '' is neither"),
-        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device names cuda:1 more than once"),
+        (("gpu:1",), "--talker-device gpu:1: is neither cpu nor a GPU; write cuda:0"),
+        (("cuda",), "--talker-device cuda: is neither"),
+        (("cuda:-1",), "--talker-device cuda:-1: is neither"),
+        (("cuda:01",), "--talker-device cuda:01: is neither"),
+        (("CPU",), "--talker-device CPU: is neither"),
+        (("",), "--talker-device : is neither"),
+        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device cuda:1: is named twice"),
     ],
 )
 def test_a_talker_device_that_is_none_is_refused(names: tuple[str, ...], says: str) -> None:

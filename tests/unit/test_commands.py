@@ -25,15 +25,17 @@ import click
 import pytest
 
 import mingc
-from mingc import cli, demo, doctor, plan
+from mingc import doctor
 from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
+from mingc.commands import export as export_command
+from mingc.commands import probe as probe_command
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
 from mingc.export import checkpoint_writer, pipeline
 from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
-from mingc.plan import Load
+from mingc.options import options_of
 from mingc.probe import baseline, engine_trial, prober
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
@@ -62,24 +64,20 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keyword arguments that `verify` and `run_demo` get, and attributes of the recipe of an export."""
+    """Keyword arguments that `verify` gets, and the recipe of an export."""
     found: list[dict[str, Any]] = []
 
     def verify(path: Path, **given: Any) -> VerifyReport:
         found.append({"path": path, **given})
         return REPORT
 
-    def run_demo(output: Path, **given: Any) -> Result:
-        found.append({"output": output, **given})
-        return Result()
-
     def export(recipe: ExportRecipe) -> Result:
         found.append({"recipe": recipe})
         return Result()
 
     monkeypatch.setattr(verification, "verify", verify)
-    monkeypatch.setattr(demo, "run_demo", run_demo)
-    monkeypatch.setattr(cli, "_export", export)
+    monkeypatch.setattr(export_command, "run_export", export)
+    monkeypatch.setattr(probe_command, "run_export", export)
     return found
 
 
@@ -105,13 +103,6 @@ def test_verify_exits_with_3_when_a_comparison_fails(
     assert run("verify", "x") == code
 
 
-@pytest.mark.parametrize("option", ["--reference", "--against"])
-def test_verify_compares_with_the_folder_of_either_option(option: str, calls: list[dict[str, Any]]) -> None:
-    assert run("verify", "x") == 0
-    assert run("verify", "x", option, "goldens") == 0
-    assert [each["reference"] for each in calls] == [None, Path("goldens")]
-
-
 def test_verify_runs_engines_unless_no_replay_is_given(calls: list[dict[str, Any]]) -> None:
     assert run("verify", "x") == 0
     assert run("verify", "x", "--no-replay") == 0
@@ -132,14 +123,8 @@ def test_export_is_for_as_many_ranks_as_asked(ranks: int, calls: list[dict[str, 
     assert [each["recipe"].world_size for each in calls] == [ranks]
 
 
-def test_demo_exports_again_only_with_force(calls: list[dict[str, Any]]) -> None:
-    assert run("demo", "--output", "y") == 0
-    assert run("demo", "--output", "y", "--force") == 0
-    assert [each["again"] for each in calls] == [False, True]
-
-
 @pytest.fixture
-def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
+def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
@@ -181,6 +166,8 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--speech-lead", "7"], "speech_lead", 7),
         (["--step-timeout", "7"], "step_timeout_s", 7.0),
         (["--max-media-memory", str(1 << 30)], "max_media_memory", 1 << 30),
+        (["--max-media-memory", "1GiB"], "max_media_memory", 1 << 30),
+        (["--step-timeout", "5min"], "step_timeout_s", 300.0),
         (["--media-decode-timeout", "3"], "media_decode_timeout_s", 3.0),
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_names", ("a", "b")),
         (["--parse-special-tokens"], "parse_special_tokens", True),
@@ -190,10 +177,10 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_serve_opens_the_artifact_with_its_options(
-    words: list[str], name: str, value: object, options_of: Callable[..., EngineOptions]
+    words: list[str], name: str, value: object, served_options: Callable[..., EngineOptions]
 ) -> None:
-    assert getattr(options_of(), name) != value
-    assert getattr(options_of(*words), name) == value
+    assert getattr(served_options(), name) != value
+    assert getattr(served_options(*words), name) == value
 
 
 def test_a_port_in_use_is_reported_before_the_artifact_is_opened(
@@ -348,7 +335,6 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "checkpoint": ([], Path("x")),
     "output": ([], Path("y")),
     "target": (["--target", "cuda"], "cuda"),
-    "other_targets": (["--target", "cpu", "--target", "cuda"], ("cuda",)),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "world_size": (["--tp", "4"], 4),
     "stages": (["--stages", "cfm, talker"], ("cfm", "talker")),
@@ -364,11 +350,10 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "quantize": (["--quantize", "cfm=fp8", "--quantize", "thinker=int4"], ("cfm=fp8", "thinker=int4")),
     "autotune": (["--no-autotune"], False),
     "backend": (["--backend", "aoti", "--backend", "aoti:cfm"], ("aoti", "aoti:cfm")),
-    "keep_all": (["--backend", "auto", "--keep-all"], True),
 }
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(ExportRecipe)])
+@pytest.mark.parametrize("name", ["checkpoint", *options_of(ExportRecipe)])
 def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[str, Any]]) -> None:
     """None is ignored, and what is not asked for stays as the documentation says."""
     words, value = EXPORT_OPTIONS[name]
@@ -382,7 +367,7 @@ def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[s
         changed = {
             each.name for each in fields(usual) if getattr(usual, each.name) != getattr(recipe, each.name)
         }
-        assert changed == {name} | ({"backend"} if name == "keep_all" else set())
+        assert changed == {name}
 
 
 @pytest.mark.parametrize(
@@ -482,7 +467,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
         listeners.append(bind(host, port))
         return listeners[-1]
 
-    def check_service(given: object, artifact: Path, target: str | None) -> ServiceReport:
+    def check_service(given: object, artifact: Path) -> ServiceReport:
         checked.append((given, artifact))
         return ServiceReport(
             passed=passes, checked=5, failed=int(not passes), worst_error=0.0, comparisons=()
@@ -569,8 +554,6 @@ def test_a_signature_is_asked_for_before_anything_is_loaded(
         (["bundle", "prune", "f", "--dry-run"], pruning, "prune", ("f",), {"is_dry": True, "has_cache": False}),
         (["bundle", "prune", "f", "--cache"], pruning, "prune", ("f",), {"is_dry": False, "has_cache": True}),
         (["bundle", "keygen", "k"], signatures, "generate_keys", ("k",), {}),
-        (["demo"], demo, "run_demo", ("demo",), {"checkpoint": None, "again": False}),
-        (["demo", "--checkpoint", "c", "--output", "o"], demo, "run_demo", ("o",), {"checkpoint": Path("c")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -626,32 +609,6 @@ def test_doctor_examines_every_artifact_that_is_named(monkeypatch: pytest.Monkey
     assert asked == [(), (Path("a"), Path("b"))]
 
 
-PLAN_OPTIONS = {
-    "--listeners": ("listeners", 5),
-    "--chats": ("chats", 6),
-    "--prompt-tokens": ("prompt_tokens", 7),
-    "--answer-tokens": ("answer_tokens", 8),
-    "--token-rate": ("token_rate", 9.5),
-    "--utilisation": ("utilisation", 0.5),
-    "--thinker": ("thinker", "tp4"),
-}
-
-
-@pytest.mark.parametrize("option", PLAN_OPTIONS)
-def test_plan_counts_what_it_is_asked_to(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Load] = []
-
-    def planned(load: Load) -> Result:
-        loads.append(load)
-        return Result()
-
-    monkeypatch.setattr(plan, "plan", planned)
-    name, value = PLAN_OPTIONS[option]
-    others = ["--listeners", "1"] if option != "--listeners" else []
-    assert run("plan", option, str(value), *others) == 0
-    assert getattr(loads[0], name) == value != getattr(Load(listeners=1), name)
-
-
 def test_bundles_are_signed_and_their_signatures_checked_with_the_key_that_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -691,7 +648,10 @@ def test_an_export_replays_records_and_reports_its_steps(
     assert asked == [(Path("y"), engine_replay.replay, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
-    assert "prefill chunk size" in err and json.loads(out) == {"regressions": []}
+    assert err.startswith("export: x --output y --cache ") and "--jobs" not in err, (
+        "only what is not the default"
+    )
+    assert json.loads(out) == {"regressions": []}
 
 
 def test_verify_reports_its_steps_and_counts(
