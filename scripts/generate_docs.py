@@ -16,6 +16,7 @@ import cloup
 
 from mingc.cli import commands
 from mingc.deploy.options import OF_THE_PROXY, DeployOptions
+from mingc.media.options import MediaOptions
 from mingc.options import REQUIRED, options_of
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
@@ -80,7 +81,7 @@ def cli_page() -> str:
         "The arguments that are options of `mingc serve`, and those that only Python and Ray Serve know:",
         "",
         *_HEADER,
-        *_argument_rows(ServeOptions, EngineOptions),
+        *_argument_rows(ServeOptions, MediaOptions, EngineOptions),
     ]
     return "\n".join(lines) + "\n"
 

@@ -45,9 +45,9 @@ def command(as_json: bool, checkpoint: Path, no_cache: bool, **_: Any) -> int:
     if is_rtx(target):
         options.setdefault("backend", (RTX_BACKEND,))
     if names_cuda_gpu(target):  # importing torch takes seconds
-        from mingc.export.checks.preflight import resolve_targets
+        from mingc.export.checks.preflight import resolve_target
 
-        (options["target"],) = resolve_targets((target,))
+        options["target"] = resolve_target(target)
     show(run_export(ExportRecipe(checkpoint=checkpoint, **options)), as_json=as_json)
     return 0
 

@@ -15,6 +15,7 @@ from mingc.commands import FOUND_PROBLEMS, INTERRUPTED
 from mingc.console.command import PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
 from mingc.errors import ConfigError
+from mingc.media.options import MediaOptions
 from mingc.options import changed_words
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
@@ -57,7 +58,11 @@ _DEFAULTS = {"check_hashes": True}  # replicas of a deployment do not read all f
 @cloup.command(cls=Command)
 @click.argument("artifact", type=PATH)
 @declared(
-    ServeOptions, EngineOptions, defaults=_DEFAULTS, others={"Checks before serving": _CHECKS, "Logs": _LOGS}
+    ServeOptions,
+    MediaOptions,
+    EngineOptions,
+    defaults=_DEFAULTS,
+    others={"Checks before serving": _CHECKS, "Logs": _LOGS},
 )
 @common
 def command(
@@ -81,9 +86,11 @@ def command(
     from mingc.runtime.service.startup import StartupClock
 
     clock = StartupClock()
-    of_http, of_engines = given(ServeOptions, EngineOptions, where="mingc serve")
-    http, engines = ServeOptions(**of_http), EngineOptions(**_DEFAULTS | of_engines)
+    of_http, of_media, of_engines = given(ServeOptions, MediaOptions, EngineOptions, where="mingc serve")
+    http, media = ServeOptions(**of_http), MediaOptions(**of_media)
+    engines = EngineOptions(**_DEFAULTS | of_engines)
     with clock.phase("import"):
+        from mingc.media.decoder_pool import DecoderPool
         from mingc.runtime.service.builder import open_service
         from mingc.server.http.api_keys import ApiKeys
         from mingc.server.http.connections import connection_limit
@@ -96,8 +103,10 @@ def command(
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
-    step_logger("serve")(" ".join([str(artifact), *changed_words(http), *changed_words(engines)]))
-    service = open_service(artifact, engines, clock)
+    changed = [word for each in (http, media, engines) for word in changed_words(each)]
+    step_logger("serve")(" ".join([str(artifact), *changed]))
+    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+    service = open_service(artifact, engines, clock, media=decoders)
     if is_self_checked and not _is_as_recorded(service, artifact, clock):
         return FOUND_PROBLEMS
     # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while

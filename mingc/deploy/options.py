@@ -1,6 +1,7 @@
 """Options of a Ray Serve application: parsed from the arguments of `serve run`, of a config file or of Python.
 
-Arguments that are not fields of `DeployOptions` are fields of `ServeOptions` or `EngineOptions` with the same names.
+Arguments that are not fields of `DeployOptions` are fields with the same names of `ServeOptions`, `MediaOptions` or
+`EngineOptions`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mingc.media.options import MediaOptions
 from mingc.options import REQUIRED, SECONDS, check, option, options_of, parse, refuse
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
@@ -114,6 +116,7 @@ class DeployOptions:
     )
     http: ServeOptions = field(default_factory=ServeOptions)
     engines: EngineOptions = field(default_factory=EngineOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
 
     def __post_init__(self) -> None:
         problems = []
@@ -163,23 +166,20 @@ def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
 
     Raises: ConfigError for an unknown name or a value of another type.
     """
-    own, http, engines = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    kinds = {DeployOptions: "", ServeOptions: "http", MediaOptions: "media", EngineOptions: "engines"}
+    given: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
     problems = []
     for name, value in arguments.items():
-        if name in options_of(DeployOptions):
-            own[name] = value
-        elif name in OF_THE_PROXY:
+        kind = next((each for each in kinds if name in options_of(each)), None)
+        if name in OF_THE_PROXY:
             problems.append(f"{name} belongs to Serve's proxy (http_options)")
-        elif name in options_of(ServeOptions):
-            http[name] = value
-        elif name in options_of(EngineOptions):
-            engines[name] = value
-        else:
+        elif kind is None:
             problems.append(f"{name} is no option")
+        else:
+            given[kind][name] = value
     if "artifact" not in arguments:
         problems.append("artifact is missing")
-    own = parse(DeployOptions, own, problems, with_flags=False)
-    http = parse(ServeOptions, http, problems, with_flags=False)
-    engines = parse(EngineOptions, engines, problems, with_flags=False)
+    values = {kind: parse(kind, each, problems, with_flags=False) for kind, each in given.items()}
     refuse(problems, where=WHERE, fix="pass artifact=PATH and the options you need")
-    return DeployOptions(**own, http=ServeOptions(**http), engines=EngineOptions(**engines))
+    own = values.pop(DeployOptions)
+    return DeployOptions(**own, **{kinds[kind]: kind(**each) for kind, each in values.items()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -44,7 +44,6 @@ class ExportRecipe:
         help="Device that the engines are for: cpu, cuda, or RTX cards such as rtx:sm86,sm89,sm120. RTX cards need not "
         "be in this machine; the GPU for cuda must be, and cuda:smNN refuses other GPUs.",
     )  # fmt: skip
-    other_targets: tuple[str, ...] = ()
     dtype: str = option(
         "float32", "--dtype", choices=("float32", "bfloat16"), group=_WHAT, help="Weights and arithmetic."
     )
@@ -94,7 +93,6 @@ class ExportRecipe:
         help="Compiler of all engines, or of the engines of STAGE; may be given several times. `auto`: time all "
         "installed backends, and keep the fastest engines.",
     )  # fmt: skip
-    keep_all: bool = False
     autotune: bool = option(
         True, "--autotune/--no-autotune", group=_HOW,
         help="On CUDA, time configurations of the expert kernels first and use the fastest.",
@@ -117,37 +115,9 @@ class ExportRecipe:
         """The device of this machine that graphs are traced and checked on."""
         return "cpu" if is_rtx(self.target) else self.target
 
-    def each_target(self) -> tuple[ExportRecipe, ...]:
-        """A recipe for each target alone, in order. Raises: ConfigError."""
-        targets = (self.target, *self.other_targets)
-        is_mixed = not all(map(is_rtx, targets))
-        return tuple(
-            replace(self, target=target, other_targets=(), backend=(RTX_BACKEND,), keep_all=False)
-            if is_mixed and is_rtx(target) and self.other_targets
-            else replace(self, target=target, other_targets=())
-            for target in targets
-        )
-
     def __post_init__(self) -> None:
-        if self.other_targets:
-            problems = self._target_problems()
-        else:
-            problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
+        problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
         check(self, *problems, where="mingc export", fix="see mingc export --help")
-
-    def _target_problems(self) -> list[str]:
-        """What is wrong with several targets, or with one of them."""
-        targets, problems = (self.target, *self.other_targets), list[str]()
-        try:
-            self.each_target()
-        except ConfigError as error:
-            problems += error.message.splitlines()
-        words = [word for each in targets for word in each.removeprefix("rtx:").split(",")]
-        if len({*words}) < len(words):
-            problems.append(f"--target {' '.join(targets)}: names a device twice")
-        if self.synthetic:
-            problems.append("--synthetic: samples weights on one device; pass one --target")
-        return problems
 
     def _own_problems(self) -> list[str]:
         problems = []
@@ -198,8 +168,6 @@ class ExportRecipe:
         return problems
 
     def _backend_problems(self) -> list[str]:
-        if self.keep_all and not any(AUTO in names for names, _ in map(_parse_backend, self.backend)):
-            return ["--keep-all: is for --backend auto; name several backends as A+B"]
         if self.backend == (BACKEND,) and not is_rtx(self.target):
             return []
         from mingc.export.compile.backends import BACKENDS, find_backend
@@ -212,12 +180,7 @@ class ExportRecipe:
             if colon and not all(map(str.strip, listed.split(","))):
                 problems.append(f"--backend {word}: names no stage after the colon or a comma")
         chosen = [_parse_backend(word) for word in self.backend]
-        for word, (words, _) in zip(self.backend, chosen, strict=True):
-            if len(set(words)) < len(words):
-                problems.append(f"--backend {word}: names a backend twice")
-            if AUTO in words and len(words) > 1:
-                problems.append(f"--backend {word}: auto tries every backend, so it stands alone")
-        for name in dict.fromkeys(name for words, _ in chosen for name in words):
+        for name in dict.fromkeys(name for name, _ in chosen):
             if name == AUTO:
                 if not self._candidates():
                     refused = "; ".join(f"{each}: {reason}" for each, reason in self.unsupported().items())
@@ -277,29 +240,25 @@ class ExportRecipe:
         return cast("Quantization | None", chosen.get(stage, general if general in kinds else None))
 
     def backends_of(self, stage: str) -> tuple[str, ...]:
-        """The backends that compile `stage`, the default one first. `NAMES:STAGE` overrides `NAMES`.
+        """The backend that compiles `stage`, or for `auto` all that can build for the target.
 
-        For `auto`, all that can build for the target.
+        `NAME:STAGE` overrides `NAME`.
         """
-        return self._candidates() if self.is_measured(stage) else self._words_of(stage)
+        return self._candidates() if self.is_measured(stage) else (self._backend_of(stage),)
 
     def is_measured(self, stage: str) -> bool:
         """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
-        return AUTO in self._words_of(stage)
+        return self._backend_of(stage) == AUTO
 
     def unsupported(self) -> dict[str, str]:
         """Why backends cannot build for the target, by name."""
         return {name: reason for name, reason in self._reasons().items() if reason is not None}
 
-    def _words_of(self, stage: str) -> tuple[str, ...]:
-        general: tuple[str, ...] = (BACKEND,)
-        own: tuple[str, ...] | None = None
-        for words, stages in map(_parse_backend, self.backend):
-            if stage in stages:
-                own = words
-            elif not stages:
-                general = words
-        return own or general
+    def _backend_of(self, stage: str) -> str:
+        chosen = {
+            each: name for name, stages in map(_parse_backend, self.backend) for each in stages or ("",)
+        }
+        return chosen.get(stage, chosen.get("", BACKEND))
 
     def _candidates(self) -> tuple[str, ...]:
         usable = [name for name, reason in self._reasons().items() if reason is None]
@@ -313,10 +272,10 @@ class ExportRecipe:
         }
 
 
-def _parse_backend(word: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`NAME+NAME…:STAGE,…` → names and stages; no stages: all."""
-    words, _, stages = word.partition(":")
-    return tuple(map(str.strip, words.split("+"))), tuple(filter(None, map(str.strip, stages.split(","))))
+def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
+    """`NAME:STAGE,…` → name and stages; no stages: all."""
+    name, _, stages = word.partition(":")
+    return name.strip(), tuple(filter(None, map(str.strip, stages.split(","))))
 
 
 def _stages() -> dict[str, Stage]:

@@ -11,7 +11,6 @@ from mingc.errors import RequestError
 
 MIB = 1 << 20
 DEFAULT_MEDIA_BYTES = 384 * MIB
-DEFAULT_DECODE_S = 60.0  # one medium
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

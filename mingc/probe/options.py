@@ -51,8 +51,6 @@ class ProbeOptions:
         None, "--beside", group=_COMPARISON, metavar="ARTIFACT",
         help="Another artifact of the same model, whose engines are timed alternately with those of ARTIFACT.",
     )  # fmt: skip
-    backends: tuple[str, ...] = ()
-    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = []

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mingc.artifacts.artifact import open_unchecked
-from mingc.artifacts.manifest import TargetRecord
 from mingc.deploy import ray
 from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
@@ -99,6 +98,7 @@ def test_strings_and_typed_values_mean_the_same() -> None:
             "speech_max_replicas is of the second deployment, which needs speech_art",
         ),
         ({"speech_num_gpus": "0"}, "speech_num_gpus is of the second deployment"),
+        ({"served_model_names": {}}, "not a list"),
         ({"cache": "/c"}, "cache keeps what fetch writes, and fetch is missing"),
         *[
             ({name: "1"}, f"{name} belongs to Serve's proxy")
@@ -138,9 +138,7 @@ def test_new_options_of_the_engines_are_arguments() -> None:
 
 
 def test_all_problems_are_named_at_once() -> None:
-    with pytest.raises(
-        ConfigError, match=r"nothing is no option\nartifact is missing\ntp='x': "
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"nothing is no option\nartifact is missing\ntp='x': ") as refused:
         parse_arguments({"tp": "x", "nothing": 1})
     assert refused.value.where == "arguments of mingc.deploy.ray:app"
     with pytest.raises(ConfigError, match=r"num_cpus -1: .*\nmin_replicas 3 is above"):
@@ -307,27 +305,6 @@ def test_gpus_are_the_ranks_of_a_cuda_artifact(
     (tmp_path / "manifest.json").touch()
     for path in (packed, tmp_path):
         assert deployments(artifact=str(path))["mingc actor"]["num_gpus"] == gpus
-
-
-def test_targets_that_need_other_gpus_are_not_guessed(
-    monkeypatch: pytest.MonkeyPatch, eager_artifact: Path
-) -> None:
-    """Without a GPU of its own a replica would run the engines for the CPU, whatever the node has."""
-    own = open_unchecked(eager_artifact)
-    cards = TargetRecord(
-        target="rtx:sm89",
-        device="cuda",
-        capability="8.9",
-        stages=own.manifest.stages,
-        parameters=own.manifest.parameters,
-    )
-    artifact = replace(own, manifest=replace(own.manifest, other_targets=(cards,)))
-    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
-    with pytest.raises(ConfigError, match="engines for cpu and rtx:sm89"):
-        deployments(artifact=str(eager_artifact))
-    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"num_gpus": 1}, 1.0)):
-        options = parse_arguments({"artifact": str(eager_artifact), **given})
-        assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
 
 
 def test_a_replica_has_the_gpus_of_its_talkers(

@@ -39,14 +39,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
-    # Routers of steps whose experts a server counts, in plain torch.
-    "mingc.kernels.rms_norm": (),
-    "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
     "mingc.kernels": (
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.artifacts.target",
         "mingc.host.machine",
         "mingc.kernels.chunk_layout",
@@ -64,8 +59,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
         "mingc.media.dsp",
@@ -75,10 +68,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.text": ("mingc.errors",),
     "mingc.media.dsp": ("mingc.errors",),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.runtime"),
-    "mingc.prompts": ("mingc.artifacts", "mingc.errors", "mingc.media", "mingc.runtime"),
+    # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
+    "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
+    "mingc.media": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.media.dsp",
+        "mingc.options",
+        "mingc.prompts",
+    ),
     # Inside the runtime, from what everything shares up to the service.
-    "mingc.runtime": ("mingc.errors",),
+    "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -94,7 +95,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -103,8 +103,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.prompts",
         "mingc.runtime",
@@ -134,7 +132,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
-        "mingc.media",
         "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
@@ -151,6 +148,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.host",
         "mingc.options",
+        "mingc.prompts",
         "mingc.runtime",
     ),
     "mingc.verify": (
@@ -188,6 +186,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.media",
         "mingc.options",
         "mingc.prompts",
         "mingc.runtime",

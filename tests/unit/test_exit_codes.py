@@ -117,7 +117,7 @@ class Slow(FakeService):
             await asyncio.sleep(1)
 
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
-builder.open_service = lambda *_: Slow()
+builder.open_service = lambda *_, media: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])

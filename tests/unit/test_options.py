@@ -12,6 +12,7 @@ import pytest
 from mingc.deploy.options import DeployOptions
 from mingc.errors import ConfigError
 from mingc.export.recipe import ExportRecipe
+from mingc.media.options import MediaOptions
 from mingc.options import (
     BYTES,
     GIGABYTES,
@@ -28,7 +29,7 @@ from mingc.probe.options import ProbeOptions
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
 
-KINDS = (DeployOptions, EngineOptions, ExportRecipe, ProbeOptions, ServeOptions)
+KINDS = (DeployOptions, EngineOptions, ExportRecipe, MediaOptions, ProbeOptions, ServeOptions)
 ALL = [each for kind in KINDS for each in options_of(kind).values()]
 
 

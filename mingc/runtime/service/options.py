@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mingc.media.limits import DEFAULT_DECODE_S, DEFAULT_MEDIA_BYTES
 from mingc.options import BYTES, SECONDS, check, option
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 
@@ -56,14 +55,6 @@ class EngineOptions:
         512 << 20, "--encoder-cache", unit=BYTES, least=0, group="Media",
         help="Host memory that keeps embeddings of images, videos and clips for reuse; 0: none.",
     )  # fmt: skip
-    max_media_memory: int = option(
-        DEFAULT_MEDIA_BYTES, "--max-media-memory", unit=BYTES, least=1, group="Media",
-        help="Host memory for decoding the media of one request, in each of the decoder processes.",
-    )  # fmt: skip
-    media_decode_timeout_s: float = option(
-        DEFAULT_DECODE_S, "--media-decode-timeout", unit=SECONDS, above=0, group="Media",
-        help="Time for decoding one image, clip or video.",
-    )  # fmt: skip
     num_torch_threads: int | None = option(
         None, "--threads", least=1, most=1024, group="Model", shown_default="1 on CUDA, else torch's choice",
         help="CPU threads of an engine.",
@@ -110,9 +101,6 @@ class EngineOptions:
         None, least=1, shown_default="2 on a GPU, 1 on a CPU", help="Patches in flight at most."
     )
     steps: StepOptions = DEFAULT_STEPS  # which steps the thinker's workers run
-    expert_usage_interval_s: float = 0.0
-    engines: tuple[str, ...] = ()
-    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
