@@ -100,25 +100,26 @@ class Usage:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None for text that no token of its own adds. `logits`: see `TokenItem`.
+    `token` is None for text that completes an answer without a new token.
     """
 
     text: str
     token: int | None = None
-    logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AudioDelta:
-    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and the values they were computed
-    from.
+    """One patch of speech, from the talker's worker to the client.
 
-    `latents` (p, latent) float32 and `stop_probability`: see `PatchItem`.
+    Attributes:
+        samples: (n,) float32 mono in [-1, 1] at the artifact's sample rate.
+        is_segment_end: whether its segment ends with this patch.
+        is_capped: whether the segment ends because of its cap and not by the stop rule.
     """
 
     samples: NDArray[np.float32]
-    latents: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    stop_probability: float = 0.0
+    is_segment_end: bool = False
+    is_capped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,9 +195,8 @@ class ServiceLoad:
     that were given to other requests (`evicted_pages`), and images, videos and clips that were not encoded again
     (`encoder_hits`) or were encoded (`encoder_misses`). At present: pages in the prefix cache, those in use included
     (`cached_pages`), and bytes of cached embeddings (`encoder_cache_bytes`). `listeners`: live speech being generated,
-    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `experts_read`:
-    by rows of a decode step, the number of such steps counted since the start, and the sum over these steps of the mean
-    number of different experts per layer. `memory`: allocated at start.
+    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `memory`:
+    allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -212,7 +212,6 @@ class ServiceLoad:
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
     memory: tuple[MemoryUse, ...] = ()
-    experts_read: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Service(Protocol):

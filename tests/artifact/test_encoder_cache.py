@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mingc.artifacts.artifact import open_artifact
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -102,11 +103,12 @@ class Chats:
         (case,) = (each for each in self._goldens.cases if each.name == name)
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         messages = decoded_messages(case, self._goldens.tensors)
-        events = service.answer(lambda: service.prepare(messages), params, records_logits=True)
+        recorder = Recorder()
+        events = service.answer(lambda: service.prepare(messages), params, recorder=recorder)
         deltas = [event async for event in events if isinstance(event, TextDelta) and event.token is not None]
         return Answer(
             [each.token for each in deltas if each.token is not None],
-            np.stack([each.logits for each in deltas if each.logits is not None]),
+            np.stack(recorder.logits),
         )
 
     async def together(self, watched: Watched, first: str, names: Sequence[str]) -> list[Answer]:

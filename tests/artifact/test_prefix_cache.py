@@ -27,6 +27,7 @@ from PIL import Image
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import Done, SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -99,13 +100,14 @@ async def answer(
     service: OmniService, prompt: PreparedPrompt, *, max_tokens: int = 12, **sampling: Any
 ) -> Answer:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
-    events = [event async for event in service.answer(lambda: prompt, params, records_logits=True)]
+    recorder = Recorder()
+    events = [event async for event in service.answer(lambda: prompt, params, recorder=recorder)]
     deltas = [event for event in events if isinstance(event, TextDelta) and event.token is not None]
     done = events[-1]
     assert isinstance(done, Done)
     return Answer(
         [delta.token for delta in deltas if delta.token is not None],
-        np.stack([delta.logits for delta in deltas if delta.logits is not None]),
+        np.stack(recorder.logits),
         done.usage.prompt_tokens,
         done.usage.cached_tokens,
     )

@@ -64,7 +64,7 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
 )
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
+from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service import build_context, builder, chat_builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -234,7 +234,7 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     graphs: dict[str, Graph] = {}
     for key, graph in stages()[name].graphs.items():
         spec = artifact.manifest.stages[name].graphs[key].spec
-        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph._engines)
+        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph.engines)
     return LoadedStage(name, graphs)
 
 
@@ -440,7 +440,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
         yield f"{name} segment", outcome(plan)
     yield "talkers", len(speech.talkers.loops)
     loop = speech.talkers.loops[0]
-    yield "patches in flight", loop._worker.depth
+    yield "patches in flight", loop.worker.depth
     yield "patches ahead", loop._pacing._lead
     with loop._lock:
         scheduler = loop.scheduler
@@ -457,7 +457,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     own = asyncio.new_event_loop()
     stream = RequestStream(EventQueue(own))
     try:
-        service._open_speech_stream(speech, SpeechParams(), stream, 1, None)
+        service._open_speech_stream(speech, SpeechParams(), stream, 1, None, is_live=False, recorder=None)
         (is_behind,) = (each.is_behind for each in loop._streams.values())
         unread = 0
         while not is_behind() and unread < 400:
@@ -514,13 +514,7 @@ class Change:
     differs: tuple[str, ...]
 
 
-UNREAD = PatchItem(
-    samples=np.zeros(1, np.float32),
-    latents=None,
-    stop_probability=0.0,
-    is_segment_end=False,
-    is_capped=False,
-)
+UNREAD = AudioDelta(samples=np.zeros(1, np.float32))
 REFUSED = ("refused",)
 ALL_IMAGES = ("image prompt", "small image prompt", "large image prompt")
 # By stage and parameter. A string in place of a change: why no part of the service depends on the number.
@@ -575,7 +569,6 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "read by steps whose experts are counted; tests/runtime/test_expert_usage.py",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),
@@ -627,14 +620,11 @@ OPTIONS: dict[str, Change] = {
     "check_hashes": Change(True, ("hashes",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
-    "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
-    "engines": Change(("thinker=onnx",), REFUSED),
-    "target": Change("rtx:sm89", REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {

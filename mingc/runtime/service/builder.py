@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
+from mingc.artifacts.artifact import check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host.machine import current_host, gpu_target
 from mingc.prompts.media_decoder import MediaDecoder
-from mingc.runtime.engines.choice import with_engines
+from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.build_context import BuildContext
 from mingc.runtime.service.chat_builder import build_chat
 from mingc.runtime.service.devices import host_threads, rank_devices, start_device, talker_devices
 from mingc.runtime.service.memory import free_bytes
-from mingc.runtime.service.omni import ChatPipeline, OmniService
+from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import ChatPipeline
 from mingc.runtime.service.served_stages import (
     ChatStages,
     SpeechStages,
@@ -51,12 +51,13 @@ def open_service(
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
-        artifact = _open(root, options)
+        artifact = open_artifact(root)
+        recorded = artifact.manifest.fingerprint
+        check_fingerprint(recorded, current_host(recorded.device))
         chat_stages = find_chat_stages(artifact.manifest)
         speech_stages = find_speech_stages(artifact.manifest) if options.loads_speech else None
         names = [name for stages in (chat_stages, speech_stages) if stages for name in stages.names]
-        artifact = with_engines(artifact, options.engines, loads=names)
-        recorded = artifact.manifest.fingerprint
+        check_loadable(artifact, names)
         own_talker_devices = talker_devices(options, recorded, has_speech=speech_stages is not None)
     if options.check_hashes:
         with clock.phase("compare hashes"):
@@ -133,16 +134,6 @@ def open_service(
     for error in rank_failures:
         service.fail(error)
     return service
-
-
-def _open(root: Path, options: EngineOptions) -> Artifact:
-    """The artifact with the engines of the target that runs here."""
-    whole = open_artifact(root)
-    artifact = with_target(whole, current_host, options.target)
-    if whole.manifest.other_targets:
-        for fit in explain_targets(whole.manifest, current_host, options.target):
-            log.info("%s engines %s: %s", fit.target, "loaded" if fit.is_loaded else "not loaded", fit.reason)
-    return artifact
 
 
 def _info(

@@ -7,7 +7,6 @@ import logging
 
 import torch
 
-from mingc.errors import ConfigError
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder
@@ -19,7 +18,7 @@ from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.service.build_context import BuildContext
 from mingc.runtime.service.kv_capacity import kv_tokens
 from mingc.runtime.service.memory import HOST
-from mingc.runtime.service.omni import ChatPipeline
+from mingc.runtime.service.pipelines import ChatPipeline
 from mingc.runtime.service.preprocessing import load_tokenizer
 from mingc.runtime.service.served_stages import ChatStages, largest_bucket
 from mingc.runtime.thinker.loop import ThinkerLoop
@@ -44,12 +43,6 @@ def build_chat(
         devices: one for each rank of the thinker; the first one runs the encoders, too.
     """
     options, thinker = context.options, stages.thinker
-    if options.expert_usage_interval_s and thinker.router is None:
-        raise ConfigError(
-            f"the artifact does not say how the routers of {stages.decoder} select experts",
-            where="--expert-usage-interval",
-            fix="leave it out; if the model has experts, export it again with this mingc",
-        )
     cache = EncoderCache(options.encoder_cache) if options.encoder_cache else None
     vision = _load_vision(context, stages, devices[0], cache)
     audio = _load_audio(context, stages, devices[0], cache)
@@ -82,7 +75,6 @@ def build_chat(
             stop_ids=thinker.stop_token_ids,
             vocab_size=thinker.vocab_size,
             prefix_salt=salt,
-            expert_usage_interval_s=options.expert_usage_interval_s,
         ),
     )
     if media is not None and (vision is not None or audio is not None):
@@ -144,8 +136,6 @@ def _start_thinker(
             on_failure=context.on_failure,
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
-            engines=options.engines,
-            target=context.manifest.fingerprint.target,
         )
         context.processes.callback(runner.close)
     else:

@@ -6,7 +6,6 @@ import torch
 
 from mingc.artifacts.artifact import fingerprint_problems
 from mingc.artifacts.manifest import Fingerprint
-from mingc.artifacts.target_choice import needed_machine
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host.machine import current_host
 from mingc.runtime.service.options import EngineOptions
@@ -83,5 +82,5 @@ def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
         raise IncompatibleError(
             f"{_TALKER_DEVICE} {device}: the engines do not run there: {', '.join(problems)}",
             where=_TALKER_DEVICE,
-            fix=f"name {needed_machine(recorded)}, or leave it out",
+            fix=f"name a GPU of compute capability {' or '.join(recorded.capability.split(','))}, or leave it out",
         )

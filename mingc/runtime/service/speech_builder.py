@@ -10,8 +10,8 @@ from mingc.artifacts.manifest import Manifest
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.service.build_context import BuildContext
-from mingc.runtime.service.omni import SpeechPipeline
 from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.preprocessing import create_speech_planner
 from mingc.runtime.service.served_stages import SpeechStages, largest_bucket
 from mingc.runtime.talker.group import TalkerGroup
