@@ -36,7 +36,8 @@ from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.omni import ChatPipeline, OmniService
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import ChatPipeline
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler

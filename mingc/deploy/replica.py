@@ -1,4 +1,4 @@
-"""A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in an actor of its own.
+"""A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in one actor.
 
 Serve calls the constructor, `__serve_build_asgi_app__`, `check_health` and `__del__`; all run on the replica's event
 loop for user code. Imported only on replicas, because it loads torch.

@@ -53,7 +53,7 @@ def test_a_client_that_leaves_frees_everything(name: str, monkeypatch: pytest.Mo
             payload = json.dumps(body).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
-            wait_until_equal({"requests": 1}, lambda: {"requests": len(service._running)})
+            wait_until_equal({"requests": 1}, lambda: {"requests": service.held["requests"]})
             wait_until_equal({"runs": 1}, lambda: {"runs": int(len(steps) > 2)})
         num_steps = len(steps)
         wait_until_equal(before, lambda: service_resources(service, event_loop))

@@ -35,7 +35,7 @@ from mingc.prompts.features import Features, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.service import omni
+from mingc.runtime.service import pipelines
 from mingc.runtime.service.omni import OmniService
 from mingc.server.http import body as bodies
 from mingc.server.http import media, routes
@@ -153,8 +153,8 @@ def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
     gate.open.set()
     monkeypatch.setattr(routes, "parse_chat", seen.wrap("parse the body", routes.parse_chat))
     monkeypatch.setattr(media, "decode_base64", seen.wrap("decode base64", media.decode_base64))
-    monkeypatch.setattr(omni, "media_digests", seen.wrap("hash the features", omni.media_digests))
-    monkeypatch.setattr(omni, "_place", seen.wrap("place embeddings", omni._place))
+    monkeypatch.setattr(pipelines, "media_digests", seen.wrap("hash the features", pipelines.media_digests))
+    monkeypatch.setattr(pipelines, "place", seen.wrap("place embeddings", pipelines.place))
     monkeypatch.setattr(encoder, "encode", seen.wrap("encode", encoder.encode))
     # What the server's event loop itself runs, to know its thread.
     monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
@@ -228,7 +228,7 @@ def test_embeddings_that_requests_share_are_in_large_arrays(monkeypatch: pytest.
     cached = cache.get(b"vision_encoder key")
     assert cached is not None
     kinds = np.array([0, 1, 1, 0, 1, 1], np.int64)
-    placed = omni._place(kinds, {1: [cached[:2], cached[2:]]}, torch.device("cpu"))
+    placed = pipelines.place(kinds, {1: [cached[:2], cached[2:]]}, torch.device("cpu"))
     for found in (cached, placed):
         assert torch.equal(found, embeddings)
         assert any(found.data_ptr() in block for block in blocks)
