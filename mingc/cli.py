@@ -37,8 +37,8 @@ from mingc.defaults import (
 from mingc.errors import ConfigError, MingcError, unexpected
 
 if TYPE_CHECKING:
-    from mingc.export.pipeline import ExportReport
     from mingc.export.recipe import ExportRecipe
+    from mingc.export.report import ExportReport
     from mingc.runtime.service.omni import OmniService
     from mingc.runtime.service.startup import StartupClock
 
@@ -223,7 +223,7 @@ def export_command(
     if is_default and is_rtx(target):
         options["backend"] = (RTX_BACKEND,)
     if names_cuda_gpu(target):  # importing torch takes seconds
-        from mingc.export.checks.preflight import resolve_target
+        from mingc.export.preflight import resolve_target
 
         target = resolve_target(target)
     recipe = ExportRecipe(world_size=tp, cache=kept, target=target, **options)
@@ -233,7 +233,7 @@ def export_command(
 
 def _export(recipe: ExportRecipe) -> ExportReport:
     from mingc.console.report import show
-    from mingc.export.pipeline import export_artifact
+    from mingc.export.run import export_artifact
     from mingc.probe.engine_trial import time_engines
     from mingc.verify.engine_replay import replay
     from mingc.verify.served.record import record_goldens
@@ -262,7 +262,7 @@ def _export(recipe: ExportRecipe) -> ExportReport:
 def synth_command(as_json: bool, output: Path, config: str, layers: int | None, seed: int) -> int:
     """Write a random checkpoint in the released layout to the folder OUTPUT, to try an export of any size."""
     from mingc.console.report import show
-    from mingc.export.checkpoint_writer import synthesize
+    from mingc.export.synthetic.writer import synthesize
 
     show(synthesize(config, output, layers=layers, seed=seed, log=step_logger("synth")), as_json=as_json)
     return 0
@@ -710,7 +710,7 @@ def probe_command(
         check_html_path(html)
     with ExitStack() as stack:
         if synthetic is not None:
-            from mingc.export.probe_recipe import probe_folder, synthetic_recipe
+            from mingc.export.synthetic.probe import probe_folder, synthetic_recipe
 
             artifact = stack.enter_context(probe_folder(artifact))
             recipe = synthetic_recipe(

@@ -26,10 +26,9 @@ from mingc.artifacts.manifest import (
     read_manifest,
 )
 from mingc.artifacts.packed_file import PackedFile, open_packed
-from mingc.artifacts.target import is_rtx
+from mingc.artifacts.target import Host, is_rtx
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
-from mingc.host.machine import Host
 
 _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # in torch's spelling, weakest first
 

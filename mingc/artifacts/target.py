@@ -27,6 +27,15 @@ _RTX = "rtx:"
 _CUDA = "cuda:"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """The part of a fingerprint that depends on the machine."""
+
+    torch: str
+    device: str
+    capability: str
+
+
 def is_rtx(target: str) -> bool:
     """Whether a target of an export names RTX cards: `rtx:sm86,sm89`."""
     return target.startswith(_RTX)

@@ -21,7 +21,7 @@ from mingc.defaults import (
 from mingc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mingc.export.stage import Stage
+    from mingc.export.stage import Shard, Stage, StageOptions
 
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
@@ -251,6 +251,28 @@ class ExportRecipe:
         return {
             name: find_backend(name).unsupported_reason(self.target, self.dtype) for name in BACKENDS.names()
         }
+
+
+def stage_options(recipe: ExportRecipe) -> StageOptions:
+    """The recipe as stages see it."""
+    from mingc.dtypes import torch_dtype
+    from mingc.export.stage import StageOptions
+
+    return StageOptions(
+        dtype=torch_dtype(recipe.dtype),
+        device=recipe.device,
+        static_buckets=recipe.target == "cuda",
+        batch_sizes=recipe.batch_sizes,
+        max_model_len=recipe.max_model_len,
+        prefill_chunk_size=recipe.prefill_chunk_size,
+    )
+
+
+def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    """The rank whose graphs are compiled; its engines serve all ranks."""
+    from mingc.export.stage import Shard
+
+    return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
 
 
 def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:

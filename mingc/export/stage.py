@@ -62,6 +62,10 @@ class StageOptions:
         """The largest batch of one step."""
         return self.batch_sizes[-1]
 
+    def engine_sizes(self, graph: GraphDef) -> list[dict[str, int] | None]:
+        """The sizes that engines of a graph are compiled for; None is one engine for every size."""
+        return [*(graph.sizes or graph.spec.bucket_sizes())] if self.static_buckets else [None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertDims:

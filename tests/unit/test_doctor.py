@@ -18,9 +18,10 @@ import torch
 from manifest_edit import edit_manifest
 
 from mingc import doctor
+from mingc.artifacts.target import Host
 from mingc.doctor import Check, DoctorReport, examine, peer_check
 from mingc.host import machine as host
-from mingc.host.machine import Gpu, Host
+from mingc.host.machine import Gpu
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

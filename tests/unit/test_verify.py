@@ -18,10 +18,10 @@ from safetensors.torch import save_file as save_tensors
 from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, QuantizationError
 from mingc.artifacts.spec import TensorSpec
+from mingc.artifacts.target import Host
 from mingc.cli import commands, main
 from mingc.errors import ConfigError, IncompatibleError, IntegrityError
 from mingc.host import machine as host
-from mingc.host.machine import Host
 from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.golden_documents import read_document

@@ -12,8 +12,8 @@ import pytest
 
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import Manifest, Parity
+from mingc.artifacts.target import Host
 from mingc.errors import ArtifactError, ConfigError
-from mingc.host.machine import Host
 from mingc.runtime.engines import backends
 from mingc.verify import self_check, verification
 from mingc.verify.comparison import Comparison, FileSummary, Outcome
