@@ -283,7 +283,7 @@ TARGETS = (_H200, _H100)
 def lookup(capability: tuple[int, int], device_name: str, num_multiprocessors: int) -> Target:
     """The row of a GPU as its driver describes it, with the driver's number of multiprocessors.
 
-    A GPU without a row gets a target without kernels of its own.
+    A GPU without a row gets a target without special kernels.
     """
     for row in TARGETS:
         assert row.device_name is not None

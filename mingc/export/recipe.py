@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
-"""In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
+"""In place of a backend's name: time every backend that can build for the target, and keep the fastest."""
 DTYPES = ("float32", "bfloat16")
 # Far above what a device can hold: a larger number is a mistake, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
@@ -228,7 +228,7 @@ class ExportRecipe:
         return self._candidates() if self.is_measured(stage) else (self._backend_of(stage),)
 
     def is_measured(self, stage: str) -> bool:
-        """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
+        """Whether the backends of `stage` are timed; a backend that cannot build a graph is then skipped."""
         return self._backend_of(stage) == AUTO
 
     def unsupported(self) -> dict[str, str]:

@@ -177,7 +177,7 @@ def _write_voices(plan: ExportPlan, folder: Path, step: ReportStep) -> tuple[Voi
 
 
 def _autotune(plan: ExportPlan, step: ReportStep) -> dict[str, tuple[TunedKernel, ...]]:
-    """Kernel configurations timed on this device, by stage. Nothing else may run here meanwhile."""
+    """Kernel configurations timed on this device, by stage. Nothing else may run here at the same time."""
     timed = {}
     for stage, (dims, problems) in plan.to_tune.items():
         started = time.perf_counter()

@@ -105,7 +105,7 @@ class Schedule:
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
         self._checked: dict[str, list[GraphResult]] = {name: [] for name in tasks}  # of each backend
-        # What is done with a future's result, in the order in which they were submitted.
+        # Takes the result of each future, in the order of submission.
         self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
         self.results: list[GraphResult] = []
         self.quantization_error: dict[str, QuantizationError] = {}
@@ -271,7 +271,7 @@ class Schedule:
         self._choose(task, device, timings)
 
     def _timings_alone(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
-        """Time one backend after the other, because one of them failed, and refuse those that fail again."""
+        """Time one backend after the other, because one of them failed; refuse a backend that fails again."""
         device, timings = "", list[EngineTiming]()
         for record in records:
             try:

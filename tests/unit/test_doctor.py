@@ -872,7 +872,7 @@ def test_a_verdict_has_the_weights_of_the_largest_rank_and_all_problems(
     good_machine.setattr(doctor, "_free_bytes", lambda folder: 1_500_000_000)
     good_machine.setattr("tempfile.gettempdir", lambda: "/scratch")
     (verdict,) = doctor._verdicts(artifact_path, {"uvicorn", "av", "soxr", "cryptography"})
-    assert (verdict.weights_gb, verdict.backend, verdict.others, verdict.works) == (3.456, "aoti", (), False)
+    assert (verdict.weights_gb, verdict.backend, verdict.works) == (3.456, "aoti", False)
     assert verdict.problem.split("; ") == [
         "not installed: av, soxr, uvicorn",
         "its weights and those of the stages before take 3.5 GB, this machine has 3.0 GB",

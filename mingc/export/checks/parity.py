@@ -39,7 +39,7 @@ def worst_parity(first: Parity, second: Parity) -> Parity:
     further = max(first, second, key=lambda each: each.compiled)
     return Parity(
         compiled=further.compiled,
-        eager=further.eager,  # the one that limited this `compiled`
+        eager=further.eager,  # the error that limited this `compiled`
         quantization=_larger(first.quantization, second.quantization),
         rerouted=_larger(first.rerouted, second.rerouted),
         untested_experts=_larger(first.untested_experts, second.untested_experts),

@@ -111,7 +111,7 @@ def capture(
 def check_example(
     spec: GraphSpec, example: Mapping[str, torch.Tensor], sizes: Mapping[str, int], stage: str
 ) -> None:
-    """Raise CaptureError when an example tensor is not what the spec says."""
+    """Raise CaptureError when an example tensor differs from the spec."""
     for tensor in (*spec.inputs, *spec.state):
         shape = tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
         value = example[tensor.name]

@@ -33,7 +33,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 
 class Replay(Protocol):
-    """Runs a compiled engine with each rank's weights file, those of its first instance; the command line passes it.
+    """Runs a compiled engine with each rank's weights of its first layer instance; the command line passes it.
 
     Returns for each call the outputs by name, combined over ranks, and rank 0's state afterwards as `state.<name>`.
     """
@@ -62,7 +62,7 @@ class GraphResult:
 def check_graph(
     task: GraphTask, engines: tuple[EngineRecord, ...], replay: Replay, writes_golden: bool = True
 ) -> GraphResult:
-    """Measure the parity of `engines`, those of `task.backend`, and write the golden file of the graph.
+    """Measure the parity of `engines`, which `task.backend` compiled, and write the golden file of the graph.
 
     The engine of the golden's sizes and the one for a single request are run.
 

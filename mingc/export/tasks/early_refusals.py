@@ -24,7 +24,7 @@ def early_refusals(
 ) -> dict[str, dict[str, str]]:
     """Reasons of backends that cannot build a graph of `stage`, by graph (`STAGE.GRAPH`) and backend.
 
-    Raises: CompileError when such a backend was requested by name, or none remains.
+    Raises: CompileError when a refused backend was requested by name, or every backend refuses.
     """
     refused: dict[str, dict[str, str]] = {}
     options, shard = stage_options(recipe), first_shard(stage, recipe)

@@ -73,7 +73,7 @@ def open_graph(task: GraphTask) -> OpenGraph:
 
 
 def find_graph(task: GraphTask) -> tuple[Stage, Any, GraphDef]:
-    """The stage, its config and the graph. Raises: ExportError when the stage has no such graph."""
+    """The stage, its config and the graph. Raises: ExportError when the stage lacks the graph."""
     stage = find(task.stage)
     config = stage.config(open_source(task.recipe))
     for plan in stage.graphs(config, first_shard(stage, task.recipe), stage_options(task.recipe)):

@@ -20,7 +20,7 @@ from mingc.export.weights.loading import write_weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsFile:
-    """One weights file: a rank's weights except those of the submodules at the paths `omitted`."""
+    """One weights file: a rank's weights without the submodules at the paths `omitted`."""
 
     stage: str
     shard: Shard
