@@ -30,7 +30,7 @@ def worst_error(values: Mapping[str, torch.Tensor], references: Mapping[str, tor
 
 
 def max_error(eager: float, dtype: torch.dtype) -> float:
-    """The relative error that a compiled graph may have when that of the eager module is `eager`."""
+    """The relative error that a compiled graph may have when the eager module's error is `eager`."""
     return max(GRAPH_TOLERANCES[dtype_name(dtype)], _EAGER_FACTOR * eager)
 
 

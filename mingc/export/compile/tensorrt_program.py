@@ -183,7 +183,7 @@ def _key(
 
 
 def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> list[Range]:
-    """Of every input with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
+    """Ranges of the inputs with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
     given = [
         each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
     ]
