@@ -24,7 +24,7 @@ from mingc.export.tasks.check_graph import GraphResult
 from mingc.export.tasks.compile_engine import BuiltEngine
 from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.tasks.weights_file import WeightsFile, WrittenFile
-from mingc.verify.engine_replay import replay
+from mingc.verify.engine_run import run_engine
 
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _STAGES = ("vision_encoder", "audio_encoder", "cfm", "audio_vae")
@@ -112,7 +112,7 @@ class _Export:
             "write_in_worker": disk.write,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
-        self.schedule = schedule.Schedule(plan, folder, replay, self._record, {})
+        self.schedule = schedule.Schedule(plan, folder, run_engine, self._record, {})
 
     def _record(self, kind: str, name: str, seconds: float | None) -> None:
         (self.begun if seconds is None else self.steps).append((kind, name))
@@ -255,7 +255,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     step = export_run.step_counter(plan, steps.append)
     export_run.write_first_weights(plan, tmp_path, step)
     try:
-        schedule.Schedule(plan, tmp_path, replay, step, {}).run()
+        schedule.Schedule(plan, tmp_path, run_engine, step, {}).run()
     except CompileError:
         assert bad is not None
     return [step for step in steps if step.seconds is not None]

@@ -47,37 +47,40 @@ from mingc.runtime.service.builder import (
     open_service,
 )
 from mingc.runtime.service.memory import MemoryAccount
-from mingc.runtime.service.omni import SpeechPipeline
 from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions(), None, None).model == manifest.model
-    renamed = _info(manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None)
+    assert _info(manifest, EngineOptions(), None, None, takes_media=True).model == manifest.model
+    renamed = _info(
+        manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None, takes_media=True
+    )
     assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
 
 
 def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
-    info = _info(manifest, EngineOptions(served_model_names=("one", "two", "one", "three")), None, None)
+    options = EngineOptions(served_model_names=("one", "two", "one", "three"))
+    info = _info(manifest, options, None, None, takes_media=True)
     assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_name_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--served-model-name is empty"):
+    with pytest.raises(ConfigError, match="--served-model-name: is empty"):
         EngineOptions(served_model_names=(name,))
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice' contains"),
-        ({"max_total_tokens": 10**30}, "--max-total-tokens is 10+, which is above 1099511627776"),
-        ({"speech_lead": 10**400}, "--speech-lead is 10+, which is above 1000000"),
-        ({"num_torch_threads": 10**11}, "--threads is 10+, which is above 1024"),
-        ({"step_timeout_s": 1e300}, r"--step-timeout is 1e\+300, which is above 1000000000"),
+        ({"served_model_names": ("house\nvoice",)}, r"--served-model-name 'house\\nvoice': contains"),
+        ({"max_total_tokens": 10**30}, "--max-total-tokens 10+: must be from 1 to 1099511627776"),
+        ({"speech_lead": 10**400}, "--speech-lead 10+: must be from 0 to 1000000"),
+        ({"num_torch_threads": 10**11}, "--threads 10+: must be from 1 to 1024"),
+        ({"step_timeout_s": 1e300}, r"--step-timeout 1e\+300s: must be above 0s and at most 100000h"),
     ],
 )
 def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> None:
@@ -98,12 +101,12 @@ def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> N
 )
 def test_options_that_leave_nothing_to_run_are_refused(name: str, option: str) -> None:
     for value in (0, -1):
-        with pytest.raises(ConfigError, match=f"{option} is {value}, which is below 1"):
+        with pytest.raises(ConfigError, match=f"{option} {value}: must be (at least|from) 1"):
             EngineOptions(**{name: value})
     assert getattr(EngineOptions(**{name: 1}), name) == 1
     assert EngineOptions(max_waiting=0).max_waiting == 0
     assert EngineOptions(speech_lead=0).speech_lead == 0
-    with pytest.raises(ConfigError, match="--speech-lead is -1, which is below 0"):
+    with pytest.raises(ConfigError, match="--speech-lead -1: must be from 0 to 1000000"):
         EngineOptions(speech_lead=-1)
 
 
@@ -164,7 +167,7 @@ def fail(error: ServeError) -> None:
 
 def load_chat(artifact: Artifact) -> object:
     return _load_chat(
-        artifact, EngineOptions(), [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
+        artifact, EngineOptions(), None, [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
     )
 
 
@@ -232,7 +235,7 @@ def test_a_service_takes_what_the_ports_of_its_decoder_take(
 ) -> None:
     edges = (TEXT, *(Edge(stage, "decoder", port) for port, stage in ports.items()))
     graph = StageGraph(nodes=(DECODER, EYE, EAR), edges=edges)
-    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None)
+    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None, takes_media=True)
     assert (info.has_image, info.has_video, info.has_audio_input) == has
     assert info.has_text and not info.has_speech and info.voices == ()
     assert _vision_encoder(graph, "decoder") == ("eye" if has[0] or has[1] else None)
@@ -374,13 +377,13 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (("gpu:1",), "--talker-device 'gpu:1' is neither cpu nor a GPU; write cuda:0"),
-        (("cuda",), "--talker-device 'cuda' is neither"),
-        (("cuda:-1",), "--talker-device 'cuda:-1' is neither"),
-        (("cuda:01",), "--talker-device 'cuda:01' is neither"),
-        (("CPU",), "--talker-device 'CPU' is neither"),
-        (("",), "--talker-device '' is neither"),
-        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device names cuda:1 more than once"),
+        (("gpu:1",), "--talker-device gpu:1: is neither cpu nor a GPU; write cuda:0"),
+        (("cuda",), "--talker-device cuda: is neither"),
+        (("cuda:-1",), "--talker-device cuda:-1: is neither"),
+        (("cuda:01",), "--talker-device cuda:01: is neither"),
+        (("CPU",), "--talker-device CPU: is neither"),
+        (("",), "--talker-device : is neither"),
+        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device cuda:1: is named twice"),
     ],
 )
 def test_a_talker_device_that_is_none_is_refused(names: tuple[str, ...], says: str) -> None:
@@ -573,7 +576,7 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
     def load_chat(
-        artifact: object, options: object, devices: object, on_failure: Any, *_: object
+        artifact: object, options: object, media: object, devices: object, on_failure: Any, *_: object
     ) -> tuple[None, None]:
         reports.append(on_failure)
         if when == "before":

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from mingc.artifacts.manifest import TunedKernel
-from mingc.defaults import BACKEND
 from mingc.errors import CompileError, ExportError, MingcError, WorkerError
 from mingc.export.compile.trace import share_weights
-from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.recipe import BACKEND, ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find

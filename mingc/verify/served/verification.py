@@ -11,11 +11,12 @@ from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
+from mingc.media.task import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
-from mingc.runtime.thinker.worker import StepOptions
+from mingc.runtime.thinker.step_options import StepOptions
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedGoldens, asset_records, read_goldens
@@ -59,7 +60,7 @@ def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[C
         log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
-            service = open_service(artifact.root, options)
+            service = open_service(artifact.root, options, media=InProcessDecoder())
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
 

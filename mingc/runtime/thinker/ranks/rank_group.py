@@ -26,7 +26,6 @@ from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.expert_usage import ExpertsRead
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
@@ -34,9 +33,9 @@ from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcas
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, LaunchedTokens, StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
+from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
-STEP_TIMEOUT_S = 60.0
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes
@@ -161,11 +160,6 @@ class RankGroup:
     def latency_model(self) -> StepLatencyModel | None:
         """As `ThinkerWorker.latency_model`."""
         return self._worker.latency_model
-
-    @property
-    def experts_read(self) -> ExpertsRead | None:
-        """As `ThinkerWorker.experts_read`: every rank reads its share of the same experts."""
-        return self._worker.experts_read
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""
