@@ -201,7 +201,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     from mingc.export.checkpoint import open_checkpoint
     from mingc.export.stage import Shard, StageOptions
     from mingc.export.stages import find
-    from mingc.export.weights.synthetic import open_synthetic
+    from mingc.export.synthetic.checkpoint import open_synthetic
 
     stage_name, _, graph = case.graph.partition(".")
     stage = find(stage_name)
@@ -218,8 +218,8 @@ def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool
     import torch
 
     from mingc.export.compile.backends import find_backend
-    from mingc.export.compile.build import trace_graph
     from mingc.export.compile.onnx_program import to_onnx
+    from mingc.export.compile.trace import trace_graph
 
     device = "cpu" if dry else target
     started = time.perf_counter()

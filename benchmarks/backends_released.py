@@ -39,11 +39,11 @@ from backends import memory_kib
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.parity import worst_error
 from mingc.export.compile.backends import find_backend
-from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.weights.loading import load_module, write_weights
-from mingc.export.weights.synthetic import open_synthetic
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine
 from mingc.runtime.engines.stage_loader import _within, opened_weights

@@ -25,13 +25,14 @@ from unittest import mock
 import torch
 
 import mingc
-from mingc.export.compile import build
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.build import GraphTask, build_engine, engine_label, engine_sizes, stage_options
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.source import open_source
 from mingc.export.stages import find
-from mingc.export.weights.files import weights_files, write_file
-from mingc.export.weights.source import open_source
+from mingc.export.tasks import compile_engine
+from mingc.export.tasks.compile_engine import build_engine
+from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.weights_file import weights_files, write_file
 
 _ROOT = Path(__file__).parents[1]
 _TINY = _ROOT / "tests" / "data" / "tiny-ming"
@@ -75,14 +76,14 @@ def keys(recipe: ExportRecipe) -> dict[str, str]:
     checkpoint, options, backend = open_source(recipe), stage_options(recipe), _KeyOnly()
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(build, "find_backend", lambda name: backend),
+        mock.patch.object(compile_engine, "find_backend", lambda name: backend),
     ):
         folder = Path(name)
         (folder / "weights").mkdir()
         for stage in map(find, recipe.stages or ()):
             files = weights_files(stage, recipe, {})
             write_file(files[0], recipe, checkpoint, folder)
-            shard = build.first_shard(stage, recipe)
+            shard = first_shard(stage, recipe)
             for plan in stage.graphs(stage.config(checkpoint), shard, options):
                 task = GraphTask(
                     recipe=recipe,
@@ -91,7 +92,7 @@ def keys(recipe: ExportRecipe) -> dict[str, str]:
                     folder=folder,
                     weights=tuple(file.path for file in files),
                 )
-                for sizes in engine_sizes(plan, options):
+                for sizes in options.engine_sizes(plan):
                     build_engine(task, sizes)
                     assert engine_label(task.name, sizes) in backend.keys
     return backend.keys

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture
+from mingc.export.compile.trace import capture
 from mingc.export.layers.patch_grid import example_tables
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
 

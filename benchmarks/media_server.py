@@ -26,7 +26,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures

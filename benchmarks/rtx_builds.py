@@ -25,7 +25,7 @@ from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.parity import worst_error
 from mingc.export.compile.backends.tensorrt import BACKEND
-from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.stage import Shard, Stage, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module

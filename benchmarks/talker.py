@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends.aoti import AotiEngine

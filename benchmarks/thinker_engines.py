@@ -14,14 +14,14 @@ from mingc.artifacts.manifest import TunedKernel
 from mingc.artifacts.spec import Quantization
 from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.stage import GraphDef, Shard, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.stages.thinker import ThinkerConfig
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.weights.quantization import prepare
-from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.quantized import FP8, INT4
 from mingc.kernels.triton.moe_config import use_tuned_configs
 from mingc.runtime.engines.base import Graph

@@ -28,7 +28,7 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
 STAGES = ("vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae")
 
