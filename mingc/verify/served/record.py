@@ -80,12 +80,12 @@ class ReferenceModel(Protocol):
 
 def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> str:
     """Write the served goldens of the artifact being built in `folder`. Returns the file's path in it."""
-    recorder = _Recorder(Artifact(folder, manifest), model)
-    recorder.record()
+    writer = _GoldenWriter(Artifact(folder, manifest), model)
+    writer.record()
     path = manifest.graph.speech_path()
     goldens = ServedGoldens(
-        cases=tuple(recorder.cases),
-        tensors=recorder.media.tensors,
+        cases=tuple(writer.cases),
+        tensors=writer.media.tensors,
         sample_rate=0 if path is None else manifest.parameters_of(path.vocoder, VaeParameters).sample_rate,
         parameters=manifest.parameters,
         assets=asset_records(manifest, lambda file: hash_file(folder / file)),
@@ -94,7 +94,7 @@ def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> s
     return FILE
 
 
-class _Recorder:
+class _GoldenWriter:
     def __init__(self, artifact: Artifact, model: ReferenceModel) -> None:
         self._artifact = artifact
         self._manifest = artifact.manifest
