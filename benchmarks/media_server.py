@@ -43,8 +43,9 @@ from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
+from mingc.server.options import ServeOptions
 
 STEP_S = 0.02  # 50 tokens per second
 ROOT = Path(__file__).resolve().parent.parent

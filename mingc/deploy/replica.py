@@ -31,9 +31,9 @@ from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
-from mingc.server.http.api_keys import ApiKeys
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.server import create_app
+from mingc.server.api_keys import ApiKeys
+from mingc.server.app import create_app
+from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 

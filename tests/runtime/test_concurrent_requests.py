@@ -23,8 +23,9 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
+from mingc.server.options import ServeOptions
 
 
 def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(

@@ -49,7 +49,7 @@ from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 from mingc.runtime.service.pipelines import media_embeds
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
-from mingc.server.http.metrics import Metrics
+from mingc.server.metrics import Metrics
 from mingc.text.spoken import SpokenText
 
 
