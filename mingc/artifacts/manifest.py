@@ -283,11 +283,7 @@ class Manifest:
     def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
         """The parameters of `stage`, None when the artifact has none. JSON of other distributions is decoded here.
 
-<<<<<<< HEAD
         Raises: ManifestError when the dataclass `kind` does not describe them.
-=======
-        Raises: ManifestError when they do not fit `kind`, or are out of range.
->>>>>>> third-d
         """
         given = self.parameters.get(stage)
         if given is None or isinstance(given, kind):

@@ -49,11 +49,7 @@ from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import Host
 from mingc.errors import CapacityError, MingcError
-<<<<<<< HEAD
 from mingc.media.decoding import InProcessDecoder
-=======
-from mingc.media.task import InProcessDecoder
->>>>>>> third-d
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
