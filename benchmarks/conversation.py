@@ -10,11 +10,8 @@ processes, one after the other, is measured
 - with listeners alone: the most of the given numbers that are served at real time;
 - with text streams alone and beside speakers: their TPOT.
 
-One more server, which is not timed, counts the experts that its decode steps read while it answers text in the closed
-loop (`experts_read`): with random weights, too, the time of a step depends on them.
-
-Every answer of text has all its tokens (`ignore_eos`), so weights may be random. SIGTERM ends the measurement: what was
-measured is written, with a note.
+Every answer of text has all its tokens (`ignore_eos`), so weights may be random. On SIGTERM the script writes what it
+has measured, with a note.
 
     python benchmarks/conversation.py --artifact /tmp/omni --json benchmarks/results/conversation-….json
 """
@@ -39,11 +36,9 @@ import httpx
 from arguments import seconds, whole, wholes
 from clients import Clients
 from conversation_clients import SPOKEN, WORKLOADS, Answer, Sizes, closed_loop, open_loop, poisson
-from prometheus_client.parser import text_string_to_metric_families
 from serving import server
 
 from mingc.artifacts.artifact import open_artifact
-from mingc.artifacts.parameters import ThinkerParameters
 from mingc.probe.stopwatch import percentile
 from mingc.server.http.metrics import STAGES
 
@@ -51,8 +46,6 @@ Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]
 _MAX_UNDERRUNS, _MAX_FIRST_AUDIO_MS = 0.01, 300.0
 _WARM_UP = 900_000  # indexes of requests that are not measured begin here
-_COUNTED = 950_000  # those of the server whose experts are counted
-_COUNT_INTERVAL_S = 0.05  # between its counted steps
 _BUILD_S = 0.5  # for building the requests of an open loop before the first one is sent
 
 
@@ -70,7 +63,7 @@ class Samples:
             self.values[("name", name), *keys.items(), ("unit", unit)] += found
 
     def merge(self, other: Samples) -> None:
-        """Add those of one server."""
+        """Add the samples of one server."""
         for key, values in other.values.items():
             self.values[key] += values
             self.servers[key].append(round(percentile(values, 0.5), 4))
@@ -171,20 +164,6 @@ class Measurement:
     def _closed(self, url: str, workload: str, concurrency: int, rounds: int) -> list[Answer]:
         return self._clients.load(closed_loop, url, concurrency, (workload,), rounds, self._sizes)
 
-    def experts(self, url: str) -> Figures:
-        """Experts that decode steps of the closed loop of texts read, on a server that counts them."""
-        figures: Figures = []
-        for concurrency in self._given.concurrency:
-            if time.perf_counter() > self._end:
-                self.notes.append(f"--limit {self._given.limit:g}: experts were not counted to the end")
-                break
-            before = httpx.get(f"{url}/metrics").text
-            arguments = (("text",), self._given.rounds, self._sizes, _COUNTED)
-            self._clients.load(closed_loop, url, concurrency, *arguments)
-            keys = {"load": "counted", "workload": "text", "concurrency": concurrency}
-            figures += experts_read(before, httpx.get(f"{url}/metrics").text, **keys)
-        return figures
-
     def _closed_loops(self) -> list[Callable[[str, Samples], None]]:
         def load(workload: str, concurrency: int) -> Callable[[str, Samples], None]:
             def run(url: str, samples: Samples) -> None:
@@ -269,35 +248,6 @@ class Measurement:
                 samples.add("underrun_share", "of all chunks", [underrun_share(spoken)], **keys)
 
 
-def counted_steps(metrics: str) -> dict[int, tuple[float, float]]:
-    """Of a scrape of `/metrics`: by rows of a decode step, how many were counted, and the sum of their experts."""
-    names = "mingc_thinker_counted_steps_total", "mingc_thinker_experts_read_total"
-    steps, experts = (
-        {
-            int(sample.labels["batch"]): sample.value
-            for family in text_string_to_metric_families(metrics)
-            for sample in family.samples
-            if sample.name == name
-        }
-        for name in names
-    )
-    return {rows: (count, experts[rows]) for rows, count in sorted(steps.items())}
-
-
-def experts_read(before: str, after: str, **keys: Any) -> Figures:
-    """Figures of the steps that were counted between two scrapes of `/metrics`."""
-    first, last = counted_steps(before), counted_steps(after)
-    figures: Figures = []
-    for rows, (steps_after, experts_after) in last.items():
-        steps_before, experts_before = first.get(rows, (0.0, 0.0))
-        count = round(steps_after - steps_before)
-        if count:
-            mean = round((experts_after - experts_before) / count, 3)
-            row = {"name": "experts_read", **keys, "batch": rows, "unit": "experts a layer"}
-            figures.append({**row, "mean": mean, "counted_steps": count})
-    return figures
-
-
 def beside_ratios(samples: Samples) -> Figures:
     """How much longer the time between tokens is beside speakers than without, of all servers."""
     found = {
@@ -318,13 +268,6 @@ def beside_ratios(samples: Samples) -> Figures:
         for share in (0.5, 0.99)
         for ratio in [percentile(beside, share) / percentile(alone, share)]
     ]
-
-
-def has_routers(artifact: Path) -> bool:
-    """Whether a server over the artifact can count experts."""
-    manifest = open_artifact(artifact).manifest
-    decoder = manifest.graph.text_decoder()
-    return decoder is not None and manifest.parameters_of(decoder, ThinkerParameters).router is not None
 
 
 def workload_names(text: str) -> tuple[str, ...]:
@@ -389,12 +332,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--streams", type=whole(0, 256), default=16, help="text streams beside speakers; 0: none"
     )
     parser.add_argument("--speakers", type=whole(0, 256), default=16)
-    parser.add_argument(
-        "--count-experts",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="start one more server that counts the experts its decode steps read",
-    )
     parser.add_argument("--limit", type=seconds, default=7200.0, help="seconds after which no load is begun")
     parser.add_argument("--client-processes", type=whole(1, 64), default=4)
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
@@ -411,11 +348,6 @@ def main() -> None:
     measurement = Measurement(clients, given)
     states: list[dict[str, str]] = []
     health: dict[str, Any] = {}
-    counted: Figures = []
-    can_count = given.count_experts and "text" in given.workloads
-    if can_count and not has_routers(given.artifact):
-        can_count = False
-        measurement.notes.append("experts were not counted: the artifact does not say how they are selected")
     signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
@@ -431,10 +363,6 @@ def main() -> None:
                     finally:
                         total.merge(samples)
                         states.append(harness.device_state())
-            if can_count:
-                words += ["--expert-usage-interval", str(_COUNT_INTERVAL_S)]
-                with server(given.artifact, Path(scratch) / "caches", log, words) as (url, _, _):
-                    counted = measurement.experts(url)
         except _Ended:
             measurement.notes.append("SIGTERM: the measurement was ended before it was complete")
         finally:
@@ -442,7 +370,7 @@ def main() -> None:
             clients.close()
             if log.exists():
                 print(log.read_text()[-2000:], file=sys.stderr)
-    figures = [*total.figures(), *beside_ratios(total), *counted]
+    figures = [*total.figures(), *beside_ratios(total)]
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     for note in measurement.notes:

@@ -96,7 +96,10 @@ class Answer:
 
 
 def image_url(pixels: int, index: int) -> str:
-    """A picture of random blocks as a JPEG data URL; `index` makes it another, so nothing is answered from a cache."""
+    """A picture of random blocks as a JPEG data URL. Each `index` gives another picture.
+
+    The caller must pass every index once: a server answers a repeated picture from its caches.
+    """
     blocks = np.random.default_rng(index).integers(0, 256, (8, 8, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(blocks).resize((pixels, pixels), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -104,7 +107,7 @@ def image_url(pixels: int, index: int) -> str:
 
 
 def clip_base64(seconds: float, index: int) -> str:
-    """A clip of gliding tones, interrupted as syllables are, as a base64 WAV of 16 kHz; `index` makes it another."""
+    """A clip of gliding tones with pauses as between syllables: base64 WAV, 16 kHz. Each `index` gives another clip."""
     generator = np.random.default_rng(index)
     times = np.arange(int(seconds * _CLIP_RATE)) / _CLIP_RATE
     pitch = 120 + 40 * np.sin(2 * np.pi * generator.uniform(0.2, 0.6) * times)

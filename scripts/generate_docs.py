@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and, from
-stored results and the tables of stages and graphs in docs/backends.md.
+"""Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and,
+from stored results, the table of stages in docs/backends.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -129,17 +129,11 @@ def metrics_page() -> str:
 
 
 def backends_page() -> str:
-    """docs/backends.md with its tables of stages and graphs."""
+    """docs/backends.md with its table of stages."""
     text = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-    for name, lines in {
-        "support": _support_rows(),
-        "backends": _backend_rows(),
-        "released": _released_rows(),
-    }.items():
-        start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
-        head = text[start : text.index("\n", start) + 1]
-        text = text[:start] + head + "\n".join([*lines, text[end:]])
-    return text
+    start, end = text.index("<!-- support:"), text.index("<!-- /support -->")
+    head = text[start : text.index("\n", start) + 1]
+    return text[:start] + head + "\n".join([*_support_rows(), text[end:]])
 
 
 _STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
@@ -164,7 +158,7 @@ def _figures(path: Path) -> list[dict[str, Any]]:
 def _support_rows() -> list[str]:
     """Results of each backend, one row per stage."""
     tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
-    (_, released), built = _released_figures(), _figures(_latest("rtx-builds-cpu"))
+    released, built = _figures(_latest("backends-released-cpu")), _figures(_latest("rtx-builds-cpu"))
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
@@ -230,110 +224,6 @@ def _on_h100(stage: str, backend: str) -> str:
         *(["served (tiny)"] if stage in served else []),
     ]
     return "; ".join(found) or "–"
-
-
-def _released_figures() -> tuple[list[Path], list[dict[str, Any]]]:
-    """The newest results at the released dims: the files, and one row per graph.
-
-    Files of the same day may measure a graph again: the later row replaces the earlier one, but keeps its reasons for
-    backends without figures.
-    """
-    first = _latest("backends-released-cpu")
-    paths = [first, *sorted(first.parent.glob(f"{first.stem}-*.json"))]
-    rows: dict[str, dict[str, Any]] = {}
-    for row in (each for path in paths for each in _figures(path)):
-        named = {each["backend"] for each in row["engines"]}
-        absent = [
-            each
-            for each in rows.get(row["graph"], {"engines": []})["engines"]
-            if "reason" in each and each["backend"] not in named
-        ]
-        rows[row["graph"]] = {**row, "engines": [*row["engines"], *absent]}
-    return paths, [*rows.values()]
-
-
-def _released_rows() -> list[str]:
-    """Figures of plain torch and of each backend for every graph at the released dims."""
-    paths, rows = _released_figures()
-    lines = [
-        "",
-        "| graph, sizes | backend | error | engine KB | load ms | anonymous MiB | file-backed MiB | run ms | "
-        "run / torch |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        sizes = ", ".join(f"{name} {size}" for name, size in row.get("sizes", {}).items())
-        for each in row["engines"]:
-            name = f"{row['graph']}, {sizes}" if each is row["engines"][0] else ""
-            if "reason" in each:
-                lines.append(f"| {name} | `{each['backend']}` | {each['reason']} | | | | | | |")
-                continue
-            numbers = (
-                f"{each['engine_bytes'] / 1000:.0f}" if "engine_bytes" in each else "",
-                f"{each['load_ms']:.0f}" if "load_ms" in each else "",
-                f"{each['anonymous_mib']}" if "anonymous_mib" in each else "",
-                f"{each['file_backed_mib']} of {row['weight_mib']}" if "file_backed_mib" in each else "",
-            )
-            error = f"{each['error']:.1e}" if each["backend"] != "torch" else "reference"
-            cells = (
-                name,
-                f"`{each['backend']}`",
-                error,
-                *numbers,
-                f"{each['run_ms']:.0f}",
-                f"{each['run_ratio']:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    result = json.loads(paths[0].read_text(encoding="utf-8"))
-    packages = ("python", "torch", "onnxruntime", "onnxscript")
-    versions = ", ".join(f"{name} {result['versions'][name]}" for name in packages)
-    cpu = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores, shared"
-    files = ", ".join(f"`benchmarks/results/{path.name}`" for path in paths)
-    return [*lines, "", f"{files}, commit {result['commit'][:7]}: {cpu}; {versions}.", ""]
-
-
-def _backend_rows() -> list[str]:
-    path = ROOT / "benchmarks" / "results" / "backends-cpu.json"
-    result = json.loads(path.read_text(encoding="utf-8"))
-    lines = [
-        "",
-        "| graph | backend | error | KB | load ms | run ms | run / first |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in sorted(result["figures"], key=lambda each: str(each["graph"])):
-        for engine in row["engines"]:
-            cells = (
-                row["graph"],
-                f"`{engine['backend']}`",
-                f"{engine['error']:.1e}",
-                f"{engine['engine_bytes'] / 1000:.0f}",
-                f"{engine['load_ms']:.0f}",
-                f"{engine['run_ms']['median']:.2f}",
-                f"{engine['run_ratio']:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "All engines of an artifact in a new process: size of engines and weights, seconds to import and to load them,",
-        "anonymous memory after every graph ran once, file-backed memory, and the compiler modules that were loaded.",
-        "",
-        "| backends | engines MB | weights MB | import s | load s | anonymous MiB | file-backed MiB | compilers |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in result["processes"]:
-        cells = (
-            " ".join(f"`{each}`" for each in row["backends"]),
-            f"{row['engine_bytes'] / 1e6:.1f}",
-            f"{row['weight_bytes'] / 1e6:.1f}",
-            f"{row['import_s']:.2f}",
-            f"{row['load_s']:.2f}",
-            f"{row['anonymous_after_runs_kib'] / 1024:.0f}",
-            f"{row['file_backed_kib'] / 1024:.0f}",
-            ", ".join(row["compilers"]) or "none",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if name != "mingc")
-    return [*lines, "", f"`benchmarks/results/{path.name}`: {versions}.", ""]
 
 
 if __name__ == "__main__":
