@@ -10,8 +10,9 @@ processes, one after the other, is measured
 - with listeners alone: the most of the given numbers that are served at real time;
 - with text streams alone and beside speakers: their TPOT.
 
-Every answer of text has all its tokens (`ignore_eos`), so weights may be random. On SIGTERM the script writes what it
-has measured, with a note.
+Every request of a measurement has content of its own, and the measurement fails when the server answers a part of one
+from a cache. Every answer of text has all its tokens (`ignore_eos`), so weights may be random. SIGTERM ends the
+measurement: what was measured is written, with a note.
 
     python benchmarks/conversation.py --artifact /tmp/omni --json benchmarks/results/conversation-….json
 """
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,18 @@ import harness
 import httpx
 from arguments import seconds, whole, wholes
 from clients import Clients
-from conversation_clients import SPOKEN, WORKLOADS, Answer, Sizes, closed_loop, open_loop, poisson
+from conversation_clients import (
+    MAX_TURNS,
+    SPOKEN,
+    WORKLOADS,
+    Answer,
+    Sizes,
+    closed_loop,
+    open_loop,
+    poisson,
+    varied_open_loop,
+)
+from prometheus_client.parser import text_string_to_metric_families
 from serving import server
 
 from mingc.artifacts.artifact import open_artifact
@@ -45,7 +57,9 @@ from mingc.server.http.metrics import STAGES
 Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]
 _MAX_UNDERRUNS, _MAX_FIRST_AUDIO_MS = 0.01, 300.0
-_WARM_UP = 900_000  # indexes of requests that are not measured begin here
+_LOAD_INDEXES = 10**7  # indexes of one load's requests: every load has requests that no other one sends
+# Prompts share the beginning of the chat template, which is in the prefix cache after the first one.
+_TEMPLATE_TOKENS = 64
 _BUILD_S = 0.5  # for building the requests of an open loop before the first one is sent
 
 
@@ -63,7 +77,7 @@ class Samples:
             self.values[("name", name), *keys.items(), ("unit", unit)] += found
 
     def merge(self, other: Samples) -> None:
-        """Add the samples of one server."""
+        """Add those of one server."""
         for key, values in other.values.items():
             self.values[key] += values
             self.servers[key].append(round(percentile(values, 0.5), 4))
@@ -150,6 +164,7 @@ class Measurement:
             clip_s=given.clip_seconds,
             sampling=given.sampling,
         )
+        self._num_loads = 0
         self.notes: list[str] = []
 
     def run(self, url: str, samples: Samples) -> None:
@@ -161,16 +176,25 @@ class Measurement:
                 break
             load(url, samples)
 
-    def _closed(self, url: str, workload: str, concurrency: int, rounds: int) -> list[Answer]:
-        return self._clients.load(closed_loop, url, concurrency, (workload,), rounds, self._sizes)
+    def _load(
+        self, run: Callable[..., list[Any]], url: str, concurrency: int, workloads: Sequence[str], *when: Any
+    ) -> list[Any]:
+        """Answers of one load, none of whose requests was sent before. `when`: rounds, or times, and an end."""
+        self._num_loads += 1
+        before = encoder_hits(httpx.get(f"{url}/metrics").text)
+        arguments = (workloads, when[0], self._sizes, self._num_loads * _LOAD_INDEXES, *when[1:])
+        answers = self._clients.load(run, url, concurrency, *arguments)
+        check_cold(answers, encoder_hits(httpx.get(f"{url}/metrics").text) - before)
+        return answers
 
     def _closed_loops(self) -> list[Callable[[str, Samples], None]]:
         def load(workload: str, concurrency: int) -> Callable[[str, Samples], None]:
             def run(url: str, samples: Samples) -> None:
-                self._clients.load(closed_loop, url, concurrency, (workload,), 1, self._sizes, _WARM_UP)
+                self._load(closed_loop, url, concurrency, (workload,), 1)  # warms up
                 rounds = self._given.single_rounds if concurrency == 1 else self._given.rounds
                 keys = {"load": "closed", "workload": workload, "concurrency": concurrency}
-                add_answers(samples, self._closed(url, workload, concurrency, rounds), **keys)
+                answers = self._load(closed_loop, url, concurrency, (workload,), rounds)
+                add_answers(samples, answers, **keys)
 
             return run
 
@@ -184,14 +208,13 @@ class Measurement:
         spoken = [each for each in self._given.workloads if each in SPOKEN]
         if not spoken or not self._given.bisections:
             return
-        sizes = replace(self._sizes, is_varied=True)
 
         def is_in_time(rate: float) -> bool:
             least = len(self._given.workloads)
             offsets = poisson(rate, self._given.window, seed=round(1e3 * rate), least=least)
             begin = time.perf_counter() + _BUILD_S
             due = [begin + offset for offset in offsets]
-            found = self._clients.load(open_loop, url, len(due), self._given.workloads, due, sizes)
+            found = self._load(varied_open_loop, url, len(due), self._given.workloads, due)
             answers = [each for each in found if each is not None]
             keys = {"load": "open", "requests_per_s": round(rate, 3)}
             add_answers(samples, answers, **keys)
@@ -215,7 +238,7 @@ class Measurement:
             # All start within the time of a few patches, not in the same instant.
             begin = time.perf_counter() + _BUILD_S
             due = [begin + index * self._given.stagger / count for index in range(count)]
-            found = self._clients.load(open_loop, url, count, ("speech",), due, self._sizes, 10_000)
+            found = self._load(open_loop, url, count, ("speech",), due)
             answers = [each for each in found if each is not None]
             keys = {"load": "listeners", "listeners": count}
             add_answers(samples, answers, **keys)
@@ -234,9 +257,7 @@ class Measurement:
             until = time.perf_counter() + self._given.window
             keys = {"load": "beside", "streams": streams, "speakers": count}
             workloads = ("text",) * streams + ("speech",) * count
-            found = self._clients.load(
-                closed_loop, url, len(workloads), workloads, 10**6, self._sizes, 20_000, until
-            )
+            found = self._load(closed_loop, url, len(workloads), workloads, MAX_TURNS, until)
             answers = [each for each in found if each.text is not None]
             spoken = [each for each in found if each.text is None]
             texts = [each.text for each in answers if each.text is not None]
@@ -246,6 +267,21 @@ class Measurement:
             if spoken:
                 add_answers(samples, spoken, **keys, workload="speech")
                 samples.add("underrun_share", "of all chunks", [underrun_share(spoken)], **keys)
+
+
+def encoder_hits(metrics: str) -> float:
+    """Media that the server did not encode again, of a scrape of `/metrics`."""
+    samples = (each for family in text_string_to_metric_families(metrics) for each in family.samples)
+    return sum(each.value for each in samples if each.name == "mingc_encoder_cache_hits_total")
+
+
+def check_cold(answers: Sequence[Answer | None], hits: float) -> None:
+    """Raises: SystemExit when a request was answered from the prefix cache, or `hits` media from the encoder cache."""
+    cached = max((each.text.cached_tokens for each in answers if each and each.text), default=0)
+    if hits or cached > _TEMPLATE_TOKENS:
+        raise SystemExit(
+            f"requests were repeated: {cached} tokens of a prompt and {hits:g} media came from a cache"
+        )
 
 
 def beside_ratios(samples: Samples) -> Figures:
@@ -357,7 +393,8 @@ def main() -> None:
                 with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
                     health = httpx.get(f"{url}/health").json()
                     samples = Samples()
-                    samples.add("cold_start_s", "s", [phases["whole"]])
+                    for phase, passed in phases.items():
+                        samples.add("cold_start_s", "s", [passed], phase=phase)
                     try:
                         measurement.run(url, samples)
                     finally:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and,
-from stored results, the table of stages in docs/backends.md.
+from stored results, the tables of docs/backends.md and docs/deployment.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -34,6 +34,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "cli.md": cli_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
         ROOT / "docs" / "backends.md": backends_page(),
+        ROOT / "docs" / "deployment.md": deployment_page(),
     }
 
 
@@ -130,10 +131,59 @@ def metrics_page() -> str:
 
 def backends_page() -> str:
     """docs/backends.md with its table of stages."""
-    text = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-    start, end = text.index("<!-- support:"), text.index("<!-- /support -->")
+    return _with_table("backends.md", "support", _support_rows())
+
+
+def deployment_page() -> str:
+    """docs/deployment.md with its table of capacities."""
+    return _with_table("deployment.md", "capacity", _capacity_rows())
+
+
+def _with_table(page: str, name: str, rows: list[str]) -> str:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
     head = text[start : text.index("\n", start) + 1]
-    return text[:start] + head + "\n".join([*_support_rows(), text[end:]])
+    return text[:start] + head + "\n".join(["", *rows, "", text[end:]])
+
+
+# One text replica each: name and result file.
+_THINKERS = {
+    "thinker, FP8": "thinker-fp8-h200-2026-11-22.json",
+    "thinker, INT4 experts": "thinker-int4-h200-2026-11-21.json",
+    "thinker, bfloat16, two GPUs": "thinker-tp2-h200x2-2026-11-21.json",
+    "thinker, bfloat16, four GPUs": "thinker-tp4-h200x4-2026-11-21-gemv.json",
+}
+_SPEECH = "speech-http-h200-2026-11-21-all.json"
+_BATCH, _PROMPT, _ANSWER = 32, 1024, 300  # requests in a step; tokens of a prompt and of an answer
+
+
+def _capacity_rows() -> list[str]:
+    """What one replica gives, computed from result files."""
+    lines = [
+        "| replica | ms of a decode step | ms of a prompt | tokens per second of each of 32 chats | file |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for name, file in _THINKERS.items():
+        step = _figure(file, "decode_step_ms", batch=_BATCH, prompt=_PROMPT)["median"]
+        prompt = _figure(file, "ttft_ms", prompt=_PROMPT)["median"]
+        rate = 1000 / (step + _BATCH * prompt / _ANSWER)
+        lines.append(f"| {name} | {step:.1f} | {prompt:.0f} | {rate:.0f} | `{file}` |")
+    streams = {"concurrency": _BATCH, "streamed": True}
+    audio = _figure(_SPEECH, "audio_s_per_s", **streams)["median"]
+    first = _figure(_SPEECH, "first_audio_ms", **streams)["p95"]
+    return [
+        *lines,
+        "",
+        f"One talker makes {audio:.0f} audio seconds per second for 32 streams. Their first audio comes within",
+        f"{first:.0f} ms (p95, `{_SPEECH}`).",
+    ]
+
+
+def _figure(file: str, name: str, **labels: Any) -> dict[str, Any]:
+    """The only row of a result file with this name and these labels."""
+    rows = _figures(ROOT / "benchmarks" / "results" / file)
+    (found,) = [row for row in rows if {"name": name, **labels}.items() <= row.items()]
+    return found
 
 
 _STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
@@ -171,7 +221,6 @@ def _support_rows() -> list[str]:
         return f"{len(found)} run, {max(found):.1e}" if found else "–"
 
     lines = [
-        "",
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
         "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 | `onnx`, H100 |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -193,7 +242,7 @@ def _support_rows() -> list[str]:
             _on_h100(stage, "onnx"),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return lines
 
 
 def _is_of(stage: str, graph: str) -> bool:

@@ -17,6 +17,8 @@ from conversation import (
     add_answers,
     beside_ratios,
     capacity,
+    check_cold,
+    encoder_hits,
     is_sustained,
     stages_ms,
 )
@@ -25,6 +27,8 @@ from fake_service import INFO
 from PIL import Image
 from speech_clients import RATE, ReceivedSpeech
 
+from mingc.runtime.request import ServiceLoad
+from mingc.server.http.metrics import Metrics
 from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import parse_chat, parse_speech
 
@@ -146,3 +150,15 @@ def test_text_beside_speakers_is_compared_with_text_alone() -> None:
     assert beside_ratios(samples) == []
     samples.add("inter_token_ms", "ms", [11.0] * 90 + [30.0] * 10, load="beside", streams=2, speakers=8)
     assert [each["median"] for each in beside_ratios(samples)] == [1.1, 3.0]
+
+
+def test_a_measurement_fails_when_requests_are_answered_from_a_cache() -> None:
+    metrics = Metrics()
+    scrape = metrics.render(ServiceLoad(encoder_hits=3)).decode()
+    assert encoder_hits(scrape) == 3
+    cold = Answer(0.0, Seen(0.0, [1.0], cached_tokens=32), None)
+    warm = Answer(0.0, Seen(0.0, [1.0], cached_tokens=320), None)
+    check_cold([cold, None], 0)
+    for answers, hits in (([cold, warm], 0), ([cold], 1)):
+        with pytest.raises(SystemExit, match="came from a cache"):
+            check_cold(answers, hits)
