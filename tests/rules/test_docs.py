@@ -23,6 +23,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
+    ROOT / "tests" / "data" / "README.md",
 ]
 # `talker.md §8.1`, `spec thinker §7` or a bare `§4`; RFC and PEP sections belong to other documents.
 REFERENCE = re.compile(
@@ -137,7 +138,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["cli.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["backends.md", "cli.md", "deployment.md", "metrics.md"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     path = ROOT / "docs" / name
     expected = script("generate_docs").pages()[path]
