@@ -1,4 +1,4 @@
-"""What the measuring scripts refuse, before they start anything: a plain word and exit code 2."""
+"""The measuring scripts refuse wrong arguments with a message and exit code 2 before they start anything."""
 
 from __future__ import annotations
 
