@@ -39,7 +39,8 @@ _PHASES = ("trickle", "stall", "half", "texts")
 _CHILD = f"""
 import asyncio, dataclasses, random, sys
 from fake_service import FakeService
-from mingc.runtime.request import TextDelta, TextPart
+from mingc.runtime.request import TextDelta
+from mingc.prompts.conversation import TextPart
 from mingc.server.http.options import ServeOptions
 from mingc.server.http.server import create_app, serve
 try:

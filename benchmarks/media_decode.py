@@ -38,7 +38,9 @@ from numpy.typing import NDArray
 from part_driver import python_path
 
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.task import MediaTask, digest_of, num_bytes, run_task
+from mingc.media.limits import DEFAULT_MEDIA_BYTES
+from mingc.media.task import digest_of, run_task
+from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import ServiceInfo
 from mingc.server.http.long_strings import decode_base64
 from mingc.server.http.options import ServeOptions
@@ -69,8 +71,12 @@ class Medium:
     @property
     def task(self) -> MediaTask:
         if self.kind == "audio":
-            return MediaTask(kind="audio", where="clip", audio=audio_parameters())
-        return MediaTask(kind=self.kind, where="picture", vision=vision_parameters())
+            return MediaTask(
+                kind="audio", where="clip", max_bytes=DEFAULT_MEDIA_BYTES, audio=audio_parameters()
+            )
+        return MediaTask(
+            kind=self.kind, where="picture", max_bytes=DEFAULT_MEDIA_BYTES, vision=vision_parameters()
+        )
 
     def body(self) -> bytes:
         """A chat request with this medium that asks for one token."""
@@ -200,7 +206,7 @@ def decoding(medium: Medium, pool: DecoderPool, count: int) -> Figure:
         "name": "decoding",
         "medium": medium.name,
         "bytes": len(data),
-        "feature_bytes": num_bytes(features),
+        "feature_bytes": features.num_bytes,
         "unit": "ms",
         "decode": decode,
         # Processor time of the server alone: copies to and from the decoder process.

@@ -27,9 +27,9 @@ import numpy as np
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import MingcError, RequestError
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.limits import MIB
-from mingc.media.task import MediaTask
-from mingc.runtime.request import VideoParams
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MIB
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.media_decoder import MediaTask
 
 _TIMEOUT_S = 60.0
 _MAX_GROWTH_BYTES = 512 * MIB
@@ -88,9 +88,15 @@ class PeakMemory:
 def tasks(vision: VisionParameters, audio: AudioParameters) -> dict[str, MediaTask]:
     """The task of each kind of medium."""
     return {
-        "image": MediaTask(kind="image", where="image", vision=vision),
-        "audio": MediaTask(kind="audio", where="audio", audio=audio),
-        "video": MediaTask(kind="video", where="video", vision=vision, video=VideoParams(min_pixels=4096)),
+        "image": MediaTask(kind="image", where="image", max_bytes=DEFAULT_MEDIA_BYTES, vision=vision),
+        "audio": MediaTask(kind="audio", where="audio", max_bytes=DEFAULT_MEDIA_BYTES, audio=audio),
+        "video": MediaTask(
+            kind="video",
+            where="video",
+            max_bytes=DEFAULT_MEDIA_BYTES,
+            vision=vision,
+            video=VideoParams(min_pixels=4096),
+        ),
     }
 
 

@@ -27,10 +27,9 @@ from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, Visio
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
-from mingc.media.audio import AudioFeatures
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.cache import EncoderCache
@@ -158,7 +157,6 @@ class _PacedRunner:
     samples_on_device = False
     num_layer_groups = 1
     latency_model = None
-    experts_read = None
 
     def __init__(self, token: int) -> None:
         self._logits = torch.zeros(_VOCAB)
@@ -220,7 +218,7 @@ def open_service() -> OmniService:
     )  # fmt: skip
     pipeline = ChatPipeline(
         processor=ChatProcessor(
-            tokenizer, thinker, vision=vision, audio=audio, max_tokens=_CONTEXT, decode=decoders.run
+            tokenizer, thinker, vision=vision, audio=audio, max_tokens=_CONTEXT, decoder=decoders
         ),
         tokenizer=tokenizer,
         vision=EncoderLoop("vision_encoder", _Zeros(vision.merge_size, vision.hidden_size), cache),
@@ -233,7 +231,7 @@ def open_service() -> OmniService:
             prefix_salt=b"no model",
         ),
         encoder_cache=cache,
-        decoders=decoders,
+        media=decoders,
     )
     return OmniService(info, chat=pipeline, speech=None)
 

@@ -93,13 +93,6 @@ def _common(command: Command) -> Command:
     return as_json(debug(command))
 
 
-_which_target = click.option(
-    "--target",
-    default=None,
-    metavar="cpu|cuda[:smNN]|rtx:smNN",
-    show_default="the GPU's engines if the artifact has some, else the CPU's",
-    help="Use the engines for this target if the artifact has several.",
-)
 _HTTP_OPTIONS = (
     "host",
     "port",
@@ -136,13 +129,10 @@ def commands() -> None:
 @click.option("--output", type=_PATH, required=True, help="Folder of the artifact to write.")
 @click.option(
     "--target",
-    "targets",
     metavar="cpu|cuda[:smNN]|rtx:smNN,…",
-    multiple=True,
-    default=("cpu",),
-    show_default="cpu",
-    help="Device the engines are for; may be given several times, for several targets in one artifact. RTX cards, such "
-    "as rtx:sm86,sm89,sm120, need not be in this machine; the GPU for cuda must be, and cuda:smNN refuses other GPUs.",
+    default="cpu",
+    help="Device the engines are for. RTX cards, such as rtx:sm86,sm89,sm120, need not be in this machine; the GPU for "
+    "cuda must be, and cuda:smNN refuses other GPUs.",
 )
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Weights and arithmetic."
@@ -207,19 +197,14 @@ def commands() -> None:
     multiple=True,
     default=(BACKEND,),
     show_default=f"{BACKEND}; for RTX cards {RTX_BACKEND}",
-    metavar="NAME[+NAME…][:STAGE,…]",
-    help="Compiler of all engines, or of the engines of STAGE; may be given several times. Several names: the engines "
-    "of each, with those of the first as default. `auto`: time all installed backends, and keep the fastest engines.",
-)
-@click.option(
-    "--keep-all",
-    is_flag=True,
-    help="With `--backend auto`, keep the engines of every backend; the fastest are the default.",
+    metavar="NAME[:STAGE,…]",
+    help="Compiler of all engines, or of the engines of STAGE; may be given several times. `auto`: time all installed "
+    "backends, and keep the fastest engines.",
 )
 @click.option("--model-name", default=MODEL_NAME, help="Name of the model that a server reports.")
 @_common
 def export_command(
-    as_json: bool, tp: int, cache: Path | None, no_cache: bool, targets: tuple[str, ...], **options: Any
+    as_json: bool, tp: int, cache: Path | None, no_cache: bool, target: str, **options: Any
 ) -> int:
     """Compile CHECKPOINT, a folder in the released layout, into an artifact.
 
@@ -235,14 +220,13 @@ def export_command(
         )
     kept = None if no_cache else cache or cache_folder() / "engines"
     is_default = click.get_current_context().get_parameter_source("backend") is ParameterSource.DEFAULT
-    if is_default and all(map(is_rtx, targets)):
+    if is_default and is_rtx(target):
         options["backend"] = (RTX_BACKEND,)
-    if any(map(names_cuda_gpu, targets)):  # importing torch takes seconds
-        from mingc.export.checks.preflight import resolve_targets
+    if names_cuda_gpu(target):  # importing torch takes seconds
+        from mingc.export.checks.preflight import resolve_target
 
-        targets = resolve_targets(targets)
-    target, *others = targets
-    recipe = ExportRecipe(world_size=tp, cache=kept, target=target, other_targets=tuple(others), **options)
+        target = resolve_target(target)
+    recipe = ExportRecipe(world_size=tp, cache=kept, target=target, **options)
     show(_export(recipe), as_json=as_json)
     return 0
 
@@ -429,13 +413,6 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     help="Seconds that a thinker step may take before its ranks count as lost.",
 )
 @click.option(
-    "--expert-usage-interval",
-    "expert_usage_interval_s",
-    type=float,
-    default=0.0,
-    help="Seconds between two decode steps whose experts are counted and logged; 0: none is counted.",
-)
-@click.option(
     "--drain-seconds",
     "drain_s",
     type=float,
@@ -501,14 +478,6 @@ def synth_command(as_json: bool, output: Path, config: str, layers: int | None, 
     show_default="none",
     help="Serve only a bundle signed with this key: a file, or the line that minisign prints.",
 )
-@click.option(
-    "--engines",
-    callback=names,
-    metavar="STAGE=BACKEND,…",
-    show_default="the artifact's default ones",
-    help="Run the engines of this backend if the artifact has several; may name several stages.",
-)
-@_which_target
 @_common
 def serve_command(
     as_json: bool,
@@ -534,6 +503,8 @@ def serve_command(
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
         from mingc.console.report import show
+        from mingc.media.decoder_pool import DecoderPool
+        from mingc.media.options import MediaOptions
         from mingc.runtime.service.builder import open_service
         from mingc.runtime.service.options import EngineOptions
         from mingc.server.http.api_keys import ApiKeys
@@ -541,23 +512,27 @@ def serve_command(
         from mingc.server.http.logs import configure_logging
         from mingc.server.http.server import bind_socket, create_app, serve
 
+    media = MediaOptions(
+        max_media_memory=options.pop("max_media_memory"),
+        media_decode_timeout_s=options.pop("media_decode_timeout_s"),
+    )
     engines = EngineOptions(
         max_waiting=options.pop("max_queue"),
         num_torch_threads=options.pop("threads"),
-        engines=options.pop("engines") or (),
         talker_devices=options.pop("talker_devices") or (),
         **options,
     )
     configure_logging(log_level, log_format)
-    for resolved in (http, engines):
+    for resolved in (http, media, engines):
         show(resolved, as_json=False, stream=sys.stderr)
     if public_key is not None:
         _require_signature(artifact, public_key, is_hashed=engines.check_hashes)
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
-    service = open_service(artifact, engines, clock)
-    if is_self_checked and not _is_as_recorded(service, artifact, engines.target, clock):
+    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+    service = open_service(artifact, engines, clock, media=decoders)
+    if is_self_checked and not _is_as_recorded(service, artifact, clock):
         return EXIT_FOUND_PROBLEMS
     # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while
     # every stream waits.
@@ -588,13 +563,13 @@ def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> N
     step_logger("serve")(f"signature: {require_signature(artifact, public_key)}")
 
 
-def _is_as_recorded(service: OmniService, artifact: Path, target: str | None, clock: StartupClock) -> bool:
+def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -> bool:
     """Replay the recorded requests on `service`, which is closed when an answer differs."""
     from mingc.console.report import show
     from mingc.verify.served.verification import check_service
 
     with clock.phase("replay the recorded requests"):
-        report = check_service(service, artifact, target)
+        report = check_service(service, artifact)
     show(report, as_json=False, stream=sys.stderr)
     return report.passed
 
@@ -612,14 +587,6 @@ def _is_as_recorded(service: OmniService, artifact: Path, target: str | None, cl
 @click.option(
     "--no-replay", is_flag=True, help="Check file hashes only, without versions and engines; needs no torch."
 )
-@click.option(
-    "--engines",
-    callback=names,
-    metavar="STAGE=BACKEND,…",
-    show_default="those of every backend",
-    help="Replay the engines of these backends, and the default ones of other stages.",
-)
-@_which_target
 @_common
 def verify_command(
     as_json: bool,
@@ -627,8 +594,6 @@ def verify_command(
     reference: Path | None,
     against: Path | None,
     no_replay: bool,
-    engines: tuple[str, ...] | None,
-    target: str | None,
 ) -> int:
     """Check that ARTIFACT is complete and computes correct results on this machine.
 
@@ -641,21 +606,11 @@ def verify_command(
         raise ConfigError(
             "--reference and --against mean the same", where="mingc verify", fix="pass --reference only"
         )
-    if no_replay and engines is not None:
-        raise ConfigError(
-            "--no-replay runs no engine", where="--engines", fix="leave one of the two options out"
-        )
-    if no_replay and target is not None:
-        raise ConfigError(
-            "--no-replay runs no engine", where="--target", fix="leave one of the two options out"
-        )
     log = step_logger("verify")
     result = verify(
         artifact,
         reference=reference or against,
         replay=not no_replay,
-        engines=engines,
-        target=target,
         progress=log,
     )
     show(result, as_json=as_json)
@@ -681,14 +636,6 @@ def verify_command(
     show_default="all",
     help="Numbers of requests in a call, separated by commas.",
 )
-@click.option(
-    "--engines",
-    "backends",
-    callback=names,
-    metavar="STAGE=BACKEND,…",
-    show_default="the artifact's default ones",
-    help="Time the engines of this backend if the artifact has several; may name several stages.",
-)
 @click.option("--context", type=int, default=256, help="Tokens in the KV cache of every request.")
 @click.option("--repetitions", type=int, show_default="200, CPU: 3 to 10", help="Timed calls per engine.")
 @click.option("--baseline", type=_PATH, show_default="none", help="Report of --json to compare with.")
@@ -702,8 +649,7 @@ def verify_command(
     "--beside",
     type=_PATH,
     show_default="none",
-    help="Artifact of the same model (may be ARTIFACT itself) whose default engines are timed alternately with "
-    "those of ARTIFACT that --engines selects.",
+    help="Artifact of the same model (may be ARTIFACT itself) whose engines are timed alternately with these.",
 )
 @click.option(
     "--html", type=_PATH, show_default="none", help="Also write the report as one HTML file with charts."
@@ -737,7 +683,6 @@ def verify_command(
     show_default="no cache",
     help="With --synthetic: folder that keeps compiled engines for later exports.",
 )
-@_which_target
 @_common
 def probe_command(
     as_json: bool,
@@ -759,7 +704,7 @@ def probe_command(
     from mingc.probe.html_report import check_html_path, write_html
     from mingc.probe.prober import ProbeOptions, probe
 
-    asked = ProbeOptions(backends=options.pop("backends") or (), **options)
+    asked = ProbeOptions(**options)
     earlier = read_baseline(baseline) if baseline is not None else None
     if html is not None:
         check_html_path(html)

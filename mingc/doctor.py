@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mingc.artifacts.artifact import open_artifact
-from mingc.artifacts.engine_choice import default_engines
+from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
-from mingc.artifacts.manifest import StageRecord
 from mingc.artifacts.target import RTX_CAPABILITIES, Capability
-from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host.machine import current_host, driver_version, gpu
 from mingc.host.onnx_library import INSTALL_CUDA, has_cuda_provider, is_installed
@@ -74,18 +71,13 @@ class TargetVerdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether one stage of an artifact would be served here. `weights_gb` are of the rank with the most of them.
-
-    `backend` names those whose engines run by default, `others` those that `serve --engines` can select instead: with
-    engines of every graph, and loadable here.
-    """
+    """Whether one stage of an artifact would be served here. `weights_gb` are of the rank with the most of them."""
 
     artifact: Path
     stage: str
     target: str
     works: bool
     backend: str = ""
-    others: tuple[str, ...] = ()
     weights_gb: float = 0.0
     problem: str = ""
     fix: str | None = None
@@ -102,21 +94,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ArtifactTarget:
-    """Whether the engines of an artifact for one of its targets would be loaded here, and why."""
-
-    artifact: Path
-    target: str
-    needs: str
-    loads: bool
-    reason: str
-
-    def cells(self) -> dict[str, str | bool]:
-        """Columns of the console table."""
-        return {"artifact": f"{self.artifact.name} {self.target}", "loads": self.loads, "reason": self.reason}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorReport:
     """All checks of a machine. `can_export` and `can_serve`: all checks that these commands require on a CPU pass."""
 
@@ -125,7 +102,6 @@ class DoctorReport:
     checks: tuple[Check, ...]
     targets: tuple[TargetVerdict, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
-    artifact_targets: tuple[ArtifactTarget, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -157,9 +133,6 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
         checks=tuple(checks),
         targets=_targets(checks),
         verdicts=tuple(each for path in artifacts for each in _verdicts(path, bad)) if torch_ok else (),
-        artifact_targets=tuple(each for path in artifacts for each in _artifact_targets(path))
-        if torch_ok
-        else (),
     )
 
 
@@ -200,12 +173,12 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
     """One for each stage of the artifact at `path`, given the names of checks that are not ok."""
     artifact = open_artifact(path)
     problems: list[_Problem] = []
-    try:
-        artifact = with_target(artifact, current_host)
-    except IncompatibleError as error:
-        problems.append((" ".join(error.message.split()), error.fix))
     fingerprint = artifact.manifest.fingerprint
     here = current_host(fingerprint.device)
+    try:
+        check_fingerprint(fingerprint, here)
+    except IncompatibleError as error:
+        problems.append((" ".join(error.message.split()), error.fix))
     packages = sorted(bad & {dist for _, dist, _, extra in _OPTIONAL if extra == "serve"})
     if packages:
         problems.append((f"not installed: {', '.join(packages)}", "pip install 'mingc[serve]'"))
@@ -227,16 +200,17 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
         record = artifact.manifest.stages[node.name]
         weights = max((artifact.manifest.files[file].size_bytes for file in record.weights), default=0)
         needed += weights
-        backends, others = _backends(record, fingerprint.device)
-        engines = {engine.file for graph in record.graphs.values() for engine in default_engines(graph)}
+        engines = {
+            engine.file: engine.backend for graph in record.graphs.values() for engine in graph.engines
+        }
+        backends = tuple(dict.fromkeys(engines.values()))
         unpacked += sum(artifact.manifest.files[file].size_bytes for file in engines)
-        instead = f"; or pass --engines {node.name}={others[0]}" if others else ""
         own = [
             *problems,
             *(
-                (problem, f"{fix}{instead}")
+                problem
                 for backend in backends
-                for problem, fix in _backend_problems(backend, fingerprint.device, bad)
+                for problem in _backend_problems(backend, fingerprint.device, bad)
             ),
             *_memory_problems(needed, gpus[: fingerprint.world_size], free[: fingerprint.world_size]),
             *_disk_problems(unpacked, is_packed=artifact.packed is not None),
@@ -247,7 +221,6 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
                 stage=node.name,
                 target=f"{fingerprint.device} {fingerprint.capability}, {fingerprint.world_size} rank(s)",
                 backend=", ".join(sorted(backends)),
-                others=others,
                 weights_gb=round(weights / 1e9, 3),
                 works=not own,
                 problem="; ".join(problem for problem, _ in own),
@@ -255,19 +228,6 @@ def _verdicts(path: Path, bad: set[str]) -> list[Verdict]:
             )
         )
     return verdicts
-
-
-def _artifact_targets(path: Path) -> list[ArtifactTarget]:
-    """One for each target of an artifact with engines for several."""
-    manifest = open_artifact(path).manifest
-    if not manifest.other_targets:
-        return []
-    return [
-        ArtifactTarget(
-            artifact=path, target=each.target, needs=each.needs, loads=each.is_loaded, reason=each.reason
-        )
-        for each in explain_targets(manifest, current_host)
-    ]
 
 
 _Problem = tuple[str, str | None]  # what is wrong, and the fix
@@ -335,21 +295,6 @@ def _disk_problems(unpacked: int, *, is_packed: bool) -> list[_Problem]:
 def _free_bytes(folder: Path) -> int:
     """Free bytes of the disk of `folder`, or of its nearest folder that exists."""
     return shutil.disk_usage(_nearest(folder)).free
-
-
-def _backends(record: StageRecord, device: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The backends whose engines are run by default, and others with engines of all graphs that can be loaded here."""
-    graphs = record.graphs.values()
-    runs = tuple(dict.fromkeys(each.backend for graph in graphs for each in default_engines(graph)))
-    whole = dict.fromkeys(backend for graph in graphs for backend in graph.backends)
-    others = tuple(
-        backend
-        for backend in whole
-        if runs != (backend,)
-        and all(backend in graph.backends for graph in graphs)
-        and unavailable(backend, device) is None
-    )
-    return runs, others
 
 
 def _gpu_bytes() -> list[int]:

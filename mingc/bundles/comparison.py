@@ -82,10 +82,6 @@ def _read(path: Path) -> tuple[Manifest, Mapping[str, tuple[int, str]]]:
     return artifact.manifest, files
 
 
-def _other_targets(manifest: Manifest) -> str:
-    return ", ".join(each.target for each in manifest.other_targets) or "none"
-
-
 def _settings(before: Manifest, after: Manifest) -> list[str]:
     """One line for each value of the manifest that differs and is no file."""
     lines = []
@@ -99,7 +95,6 @@ def _settings(before: Manifest, after: Manifest) -> list[str]:
             )
             for field in dataclasses.fields(before.fingerprint)
         ),
-        ("other targets", _other_targets(before), _other_targets(after)),
         ("stages", ", ".join(before.stages), ", ".join(after.stages)),
         ("voices", ", ".join(v.name for v in before.voices), ", ".join(v.name for v in after.voices)),
         ("stage graph", before.graph, after.graph),

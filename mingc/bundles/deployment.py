@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.target_choice import target_views
-from mingc.bundles.sbom import all_extras, runtime_distributions, runtime_extras, sbom
+from mingc.bundles.sbom import runtime_distributions, runtime_extras, sbom
 from mingc.errors import ConfigError
 
 _START = """\
@@ -61,7 +60,7 @@ WantedBy=multi-user.target
 """
 
 _CONTAINERFILE = """\
-# For {target}. Built in the unpacked bundle, without a network: `buildah bud --network=none -f bundle/{name} .`
+# For {target}. Built in the unpacked bundle, without a network: `buildah bud --network=none -f bundle/Containerfile .`
 # The base image holds Python {python} and libstdc++{cuda}; it has to be on the machine.
 {notes}ARG BASE={base}
 FROM ${{BASE}}
@@ -73,7 +72,7 @@ COPY . /opt/bundle
 ENV MINGC=/opt/venv/bin/mingc XDG_CACHE_HOME=/tmp/cache
 EXPOSE 8000
 USER 65534
-ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"{options}]
+ENTRYPOINT ["/bin/sh", "/opt/bundle/bundle/start.sh", "--host", "0.0.0.0"]
 """
 
 _LIBRARIES = {
@@ -99,10 +98,8 @@ def deployment_files(
     files: dict[str, Path | bytes] = {
         "start.sh": _START.encode(),
         "mingc.service": _UNIT.format(model=manifest.model).encode(),
+        "Containerfile": _containerfile(manifest, wheels).encode(),
     }
-    for view in target_views(manifest):
-        name = "Containerfile" if "Containerfile" not in files else f"Containerfile.{_slug(view)}"
-        files[name] = _containerfile(name, view, wheels, is_only=not manifest.other_targets).encode()
     if model_licence is not None:
         if not model_licence.is_file():
             raise ConfigError(
@@ -111,20 +108,15 @@ def deployment_files(
         files["licences/model.txt"] = model_licence.read_bytes()
     if wheels is not None:
         files |= _wheels(wheels, manifest, takes_tensorrt=takes_tensorrt)
-    files |= _licences(all_extras(manifest))
+    files |= _licences(runtime_extras(manifest))
     files["sbom.cdx.json"] = sbom(manifest, has_model_licence=model_licence is not None)
     return files
 
 
-def _slug(view: Manifest) -> str:
-    """The target in the name of a file: `rtx-sm86-sm89`."""
-    return view.fingerprint.target.replace(":", "-").replace(",", "-")
-
-
-def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: bool) -> str:
-    """The Containerfile of one target; without `wheels` it says what to put where."""
-    target, extras = view.fingerprint.target, runtime_extras(view)
-    is_cuda = view.fingerprint.device == "cuda"
+def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
+    """The Containerfile; without `wheels` it says what to put where."""
+    extras = runtime_extras(manifest)
+    is_cuda = manifest.fingerprint.device == "cuda"
     held = set() if wheels is None else _wheel_names(wheels)
     if wheels is None:
         absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
@@ -132,8 +124,7 @@ def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: b
         absent = [each for extra, each in _LIBRARIES.items() if extra in extras and each not in held]
     python = _python(wheels)
     return _CONTAINERFILE.format(
-        target=target,
-        name=name,
+        target=manifest.fingerprint.target,
         python=python or "3.11 or newer",
         cuda=" and the CUDA driver's libraries come from the host" if is_cuda else "",
         notes="".join(
@@ -141,7 +132,6 @@ def _containerfile(name: str, view: Manifest, wheels: Path | None, *, is_only: b
         ),
         base=f"docker.io/library/python:{python or '3.11'}-slim",
         extras=",".join(extras),
-        options="" if is_only else f', "--target", "{target}"',
     )
 
 
@@ -167,7 +157,7 @@ def _wheel_names(folder: Path) -> set[str]:
 
 def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     found, names = _wheel_files(folder), _wheel_names(folder)
-    extras = all_extras(manifest)
+    extras = runtime_extras(manifest)
     # NVIDIA's libraries are not required: its licence may forbid to pass them on.
     needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
     lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
@@ -189,7 +179,7 @@ def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mappin
 
 
 def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
-    """Raises: ConfigError unless engines of every target run with one of the wheels of torch."""
+    """Raises: ConfigError unless the engines run with one of the wheels of torch."""
     versions = [path.name.split("-")[1] for path in wheels if _is_torch(path)]
     built_with = manifest.fingerprint.torch
     fitting = [each for each in versions if each.partition("+")[0] == built_with.partition("+")[0]]
@@ -199,10 +189,9 @@ def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
             where="--with-wheels",
             fix=f"put torch {built_with} there, or export again with the torch of the wheels",
         )
-    on_gpu = [each for each in target_views(manifest) if each.fingerprint.device == "cuda"]
-    if on_gpu and all(each.endswith("+cpu") for each in fitting):
+    if manifest.fingerprint.device == "cuda" and all(each.endswith("+cpu") for each in fitting):
         raise ConfigError(
-            f"torch {', '.join(fitting)} is a build for CPUs, {on_gpu[0].fingerprint.target} needs one for CUDA",
+            f"torch {', '.join(fitting)} is a build for CPUs, {manifest.fingerprint.target} needs one for CUDA",
             where="--with-wheels",
             fix="replace it by a CUDA build of torch, which also runs engines for a CPU",
         )

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mingc
-from mingc.artifacts.engine_choice import default_engines
 from mingc.artifacts.manifest import FILE_NAME, Manifest
-from mingc.artifacts.target_choice import target_views
 from mingc.errors import ConfigError
 
 _OWN = "mingc"
@@ -26,18 +24,10 @@ _EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "te
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?[^;]*(?:;(.*))?$")
 
 
-def runtime_extras(view: Manifest) -> tuple[str, ...]:
-    """The extras of mingc needed to serve the engines for one target; `view` is the manifest reduced to that target.
-
-    Engines other than the default ones, which `--engines` selects, do not count.
-    """
-    backends = {
-        engine.backend
-        for stage in view.stages.values()
-        for graph in stage.graphs.values()
-        for engine in default_engines(graph)
-    }
-    extras = _EXTRAS_OF_BACKENDS[view.fingerprint.device]
+def runtime_extras(manifest: Manifest) -> tuple[str, ...]:
+    """The extras of mingc needed to serve the engines."""
+    backends = manifest.stages_by_backend()
+    extras = _EXTRAS_OF_BACKENDS[manifest.fingerprint.device]
     return (*_EXTRAS, *(extra for backend, extra in extras.items() if backend in backends))
 
 
@@ -88,11 +78,6 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def all_extras(manifest: Manifest) -> tuple[str, ...]:
-    """`runtime_extras` of every target together."""
-    return tuple(dict.fromkeys(extra for view in target_views(manifest) for extra in runtime_extras(view)))
-
-
 def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
     """The document: the model, each of its files with its SHA-256, and the Python distributions that serve it."""
     model: dict[str, Any] = {
@@ -118,7 +103,7 @@ def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
         }
         for name, record in sorted(manifest.files.items())
     ]
-    libraries = [_library(name) for name in runtime_distributions(all_extras(manifest))]
+    libraries = [_library(name) for name in runtime_distributions(runtime_extras(manifest))]
     document = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",

@@ -1,6 +1,7 @@
 """Options of a Ray Serve application: parsed from the arguments of `serve run`, of a config file or of Python.
 
-Arguments that are not fields of `DeployOptions` are fields of `ServeOptions` or `EngineOptions` with the same names.
+Arguments that are not fields of `DeployOptions` are fields with the same names of `ServeOptions`, `EngineOptions` or
+`MediaOptions`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mingc.errors import ConfigError
+from mingc.media.options import MediaOptions
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http.options import ServeOptions
 
@@ -94,6 +96,7 @@ class DeployOptions:
     affinity: bool = False
     http: ServeOptions = field(default_factory=ServeOptions)
     engines: EngineOptions = field(default_factory=EngineOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
 
     def __post_init__(self) -> None:
         problems = []
@@ -155,8 +158,6 @@ class DeployOptions:
             ]
         if self.cache is not None and self.fetch is None:
             problems.append("cache keeps what fetch writes, and fetch is missing")
-        if self.speech_artifact is not None and self.engines.engines:
-            problems.append("engines are of one artifact, but speech_artifact is a second one")
         if problems:
             raise ConfigError("; ".join(problems), where=WHERE, fix="see docs/deployment.md")
 
@@ -166,13 +167,14 @@ def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
 
     Raises: ConfigError for an unknown name or a value of another type.
     """
-    own = _types(DeployOptions, excluded={"http", "engines"})
+    own = _types(DeployOptions, excluded={"http", "engines", "media"})
     http = _types(ServeOptions, excluded=_OF_THE_PROXY)
     engines = _types(EngineOptions, excluded={"steps", "tp"})
-    given: dict[str, dict[str, Any]] = {"own": {}, "http": {}, "engines": {}}
+    media = _types(MediaOptions, excluded=())
+    given: dict[str, dict[str, Any]] = {"own": {}, "http": {}, "engines": {}, "media": {}}
     problems = []
     for name, value in arguments.items():
-        for group, known in (("own", own), ("http", http), ("engines", engines)):
+        for group, known in (("own", own), ("http", http), ("engines", engines), ("media", media)):
             if name in known:
                 try:
                     given[group][name] = _convert(value, known[name])
@@ -187,7 +189,10 @@ def parse_arguments(arguments: Mapping[str, Any]) -> DeployOptions:
     if problems:
         raise ConfigError("; ".join(problems), where=WHERE, fix="pass artifact=PATH and the options you need")
     return DeployOptions(
-        **given["own"], http=ServeOptions(**given["http"]), engines=EngineOptions(**given["engines"])
+        **given["own"],
+        http=ServeOptions(**given["http"]),
+        engines=EngineOptions(**given["engines"]),
+        media=MediaOptions(**given["media"]),
     )
 
 

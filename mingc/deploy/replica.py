@@ -26,6 +26,7 @@ from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
+from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
 from mingc.runtime.service.builder import open_service
@@ -71,6 +72,7 @@ def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_s
     service = open_service(
         root,
         replace(options.engines, tp=tp, loads_speech=loads_speech, talker_devices=talker_devices),
+        media=DecoderPool.from_options(options.media, num_prepared=options.engines.num_preprocess_threads),
     )
     gc.collect()
     gc.freeze()  # a full collection would traverse all start-up objects while every stream waits

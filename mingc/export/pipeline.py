@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import json
 import time
@@ -24,13 +23,11 @@ from mingc.artifacts.manifest import (
     Manifest,
     QuantizationError,
     StageRecord,
-    TargetRecord,
     TunedKernel,
     VoiceRecord,
 )
 from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import rtx_capabilities
-from mingc.artifacts.target_choice import target_views
 from mingc.errors import CheckpointError, ConfigError, ExportError
 from mingc.export.assets import tokenizers, voices
 from mingc.export.autotune.tuning import autotune, problems_to_tune
@@ -83,7 +80,6 @@ class GraphReport:
     size_bytes: int
     compile_seconds: float
     error: float
-    target: str = ""  # where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,45 +119,26 @@ def export_artifact(
     Raises: ConfigError, CheckpointError, ExportError. On any of them `recipe.output` is untouched.
     """
     started = time.perf_counter()
-    for each in recipe.each_target():
-        check_host(each)
+    check_host(recipe)
     checkpoint = open_source(recipe)
     stages = _choose(checkpoint, recipe)
     graph = build_graph(stages)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
     notes = [*checkpoint.notes, *check_coverage(checkpoint, stages, configs)]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
-        # All of them before anything is built: what a backend refuses for any target is found first.
-        steps = _Steps(progress)
-        runs = [
-            _Run(
-                each,
-                checkpoint,
-                stages,
-                graph,
-                configs,
-                folder,
-                replay,
-                steps,
-                timer,
-                subfolder=_slug(each.target) if index else "",
-            )
-            for index, each in enumerate(recipe.each_target())
-        ]
-        run = runs[0]
-        check_space(recipe, checkpoint, stages, configs, sum(each.num_engines for each in runs))
+        run = _Run(recipe, checkpoint, stages, graph, configs, folder, replay, _Steps(progress), timer)
+        check_space(recipe, checkpoint, stages, configs, run.num_engines)
         parameters = run.parameters()
         # Before the hours of compiling, because files may be missing: the released weights have no tokenizer.
         copied = tokenizers.copy(checkpoint, folder, stages, parameters, notes, is_synthetic=recipe.synthetic)
         records = run.write_voices()
-        built = [run.build()]
-        built += [each.build(built[0].weights, built[0].quantization_error) for each in runs[1:]]
-        notes += [note for each in runs for note in each.notes]
+        built = run.build()
+        notes += run.notes
         manifest = Manifest(
             schema=SCHEMA,
             model=recipe.model_name,
             fingerprint=_fingerprint(recipe, run.target_host(), checkpoint),
-            stages=built[0].stages,
+            stages=built.stages,
             graph=graph,
             parameters=parameters,
             tokenizers=copied,
@@ -169,28 +146,16 @@ def export_artifact(
             voices=records,
             notes=tuple(notes),
             files={},
-            other_targets=tuple(
-                TargetRecord(
-                    target=each.target,
-                    device=each.target_host().device,
-                    capability=each.target_host().capability,
-                    stages=engines.stages,
-                    parameters=each.parameters(),
-                )
-                for each, engines in zip(runs[1:], built[1:], strict=True)
-            ),
         )
         manifest = run.record_goldens(manifest, record)
         run.step("manifest", recipe.output.name)
         manifest = write_manifest(folder, manifest)
         run.step("manifest", recipe.output.name, 0.0)
-    peak_rss_bytes = max(each.peak_rss_bytes for each in runs)
-    targets = [(each.target, engines.results) for each, engines in zip(runs, built, strict=True)]
-    return _report(recipe, manifest, targets, built[0].weights, peak_rss_bytes, started)
+    return _report(recipe, manifest, built, run.peak_rss_bytes, started)
 
 
 class _Steps:
-    """Counts the steps of an export for its progress lines; `total` grows as runs are planned."""
+    """Counts the steps of an export for its progress lines; `total` is set when they are planned."""
 
     def __init__(self, progress: Callable[[Step], None]) -> None:
         self._progress = progress
@@ -205,7 +170,7 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Built:
-    """Result of the build for one target.
+    """Result of the build.
 
     `weights` are paths of all ranks' files by stage, relative to the artifact.
     """
@@ -213,11 +178,10 @@ class _Built:
     stages: dict[str, StageRecord]
     results: list[GraphResult]
     weights: dict[str, tuple[str, ...]]
-    quantization_error: dict[str, QuantizationError]
 
 
 class _Run:
-    """A running export for one target. The first one also writes the shared files; its `subfolder` is empty."""
+    """A running export."""
 
     def __init__(
         self,
@@ -230,10 +194,8 @@ class _Run:
         replay: Replay,
         steps: _Steps,
         timer: Timer | None = None,
-        *,
-        subfolder: str = "",
     ) -> None:
-        self._recipe, self._subfolder = recipe, subfolder
+        self._recipe = recipe
         self.target = recipe.target
         self._timer = timer
         if timer is None and any(recipe.is_measured(stage.name) for stage in stages):
@@ -246,7 +208,7 @@ class _Run:
         self._folder = folder
         self._replay = replay
         self.step = steps.step
-        self._speech = graph.speech_path() if not subfolder else None
+        self._speech = graph.speech_path()
         self.has_voices = self._speech is not None
         self.notes: list[str] = []
         self.peak_rss_bytes = 0
@@ -294,7 +256,7 @@ class _Run:
             for _ in graphs
         )
         builds = self.num_engines + checks
-        shared = 0 if subfolder else sum(map(len, self._files.values())) + 2
+        shared = sum(map(len, self._files.values())) + 2
         self._voices = voices.find(checkpoint, self.notes) if self.has_voices else ()
         self._to_tune = {
             stage.name: found
@@ -318,18 +280,11 @@ class _Run:
             stage.name: _parameters(stage, self._configs[stage.name], self.options) for stage in self._stages
         }
 
-    def build(
-        self,
-        weights: dict[str, tuple[str, ...]] | None = None,
-        quantization_error: dict[str, QuantizationError] | None = None,
-    ) -> _Built:
-        """Compile and check every engine, with the `weights` and their error from the first target's run."""
+    def build(self) -> _Built:
+        """Write the weights, compile and check every engine."""
         kernel_configs = self.autotune()
-        if weights is None:
-            weights = self.write_weights()
-        results, measured = self.build_graphs(kernel_configs)
-        if quantization_error is None:
-            quantization_error = measured
+        weights = self.write_weights()
+        results, quantization_error = self.build_graphs(kernel_configs)
         if rtx_capabilities(self.target) is not None:
             self.notes.append(
                 f"engines for {self.target} were built without such a card: their ONNX models were compared with "
@@ -347,7 +302,7 @@ class _Run:
             )
             for stage in self._stages
         }
-        return _Built(stages=stages, results=results, weights=weights, quantization_error=quantization_error)
+        return _Built(stages=stages, results=results, weights=weights)
 
     def write_weights(self) -> dict[str, tuple[str, ...]]:
         """The first rank's weights file of each stage, which its engines need; the paths of all ranks' files.
@@ -378,8 +333,8 @@ class _Run:
 
         Returns the graphs, and the quantization error of stages that measure it, by name.
         """
-        (self._folder / "engines" / self._subfolder).mkdir()
-        (self._folder / "goldens" / self._subfolder).mkdir()
+        (self._folder / "engines").mkdir()
+        (self._folder / "goldens").mkdir()
         schedule = Schedule(
             self._recipe,
             self._folder,
@@ -391,25 +346,11 @@ class _Run:
             self._compile_costs,
             self._timer,
             self._refused,
-            self._subfolder,
         )
         schedule.run()
-        prefix = f"{self.target}: " if self._subfolder else ""
-        self.notes += [f"{prefix}{note}" for note in _refusal_notes(schedule.results)]
+        self.notes += _refusal_notes(schedule.results)
         self.peak_rss_bytes = max(schedule.peak_rss_bytes, peak_rss_bytes())
-        results = [self._with_shared_golden(each) for each in schedule.results]
-        if self._subfolder and not any((self._folder / "goldens" / self._subfolder).iterdir()):
-            (self._folder / "goldens" / self._subfolder).rmdir()
-        return results, schedule.quantization_error
-
-    def _with_shared_golden(self, result: GraphResult) -> GraphResult:
-        """The result with an equal golden file replaced by that of the first target."""
-        own = self._folder / result.record.golden
-        shared = f"goldens/{own.name}"
-        if not self._subfolder or not filecmp.cmp(own, self._folder / shared, shallow=False):
-            return result
-        own.unlink()
-        return replace(result, record=replace(result.record, golden=shared))
+        return schedule.results, schedule.quantization_error
 
     def record_goldens(self, manifest: Manifest, record: Record | None) -> Manifest:
         """Record whole requests, answered by the eager model; `manifest` with their file, or with a note."""
@@ -427,23 +368,7 @@ class _Run:
                 self._float32_modules,
                 keeps_modules=sum(sizes) <= _KEPT_BYTES,
             )
-            others = []
-            for each, view in zip(manifest.other_targets, target_views(manifest)[1:], strict=True):
-                served = None  # those of the first target
-                if each.parameters != manifest.parameters:
-                    written = self._folder / record(self._folder, view, model)
-                    own = written.with_name(f"{written.stem}-{_slug(each.target)}{written.suffix}")
-                    served = written.rename(own).relative_to(self._folder).as_posix()
-                others.append(served)
-            first = record(self._folder, manifest, model)
-            manifest = replace(
-                manifest,
-                served_goldens=first,
-                other_targets=tuple(
-                    replace(each, served_goldens=served or first)
-                    for each, served in zip(manifest.other_targets, others, strict=True)
-                ),
-            )
+            manifest = replace(manifest, served_goldens=record(self._folder, manifest, model))
         self.step("served goldens", self._recipe.output.name, time.perf_counter() - started)
         return manifest
 
@@ -490,11 +415,6 @@ class _Run:
             records.append(maker.register(voice, self._folder))
             self.step("voice", voice.name, time.perf_counter() - started)
         return tuple(records)
-
-
-def _slug(target: str) -> str:
-    """A target in names of files: `rtx-sm86-sm89`."""
-    return target.replace(":", "-").replace(",", "-")
 
 
 def _choose(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
@@ -583,8 +503,7 @@ def _fingerprint(recipe: ExportRecipe, machine: Host, checkpoint: Checkpoint) ->
 def _report(
     recipe: ExportRecipe,
     manifest: Manifest,
-    targets: Sequence[tuple[str, Sequence[GraphResult]]],
-    weights: dict[str, tuple[str, ...]],
+    built: _Built,
     peak_rss_bytes: int,
     started: float,
 ) -> ExportReport:
@@ -598,12 +517,10 @@ def _report(
             size_bytes=sum(manifest.files[engine.file].size_bytes for engine in result.record.engines),
             compile_seconds=sum(engine.compile_seconds for engine in result.record.engines),
             error=result.record.parity.compiled,
-            target=target if len(targets) > 1 else "",
         )
-        for target, results in targets
-        for result in sorted(results, key=lambda each: (order[each.stage], each.record.spec.name))
+        for result in sorted(built.results, key=lambda each: (order[each.stage], each.record.spec.name))
     ]
-    sizes = [manifest.files[file].size_bytes for files in weights.values() for file in files]
+    sizes = [manifest.files[file].size_bytes for files in built.weights.values() for file in files]
     return ExportReport(
         output=str(recipe.output),
         model=manifest.model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +17,6 @@ from mingc.defaults import (
     MAX_MODEL_LEN,
     MODEL_NAME,
     PREFILL_CHUNK_SIZE,
-    RTX_BACKEND,
 )
 from mingc.errors import ConfigError
 
@@ -46,8 +45,6 @@ class ExportRecipe:
 
     Attributes:
         target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
-        other_targets: further targets, whose engines are stored in the same artifact. `backend` applies to targets
-            other than RTX cards, unless all are RTX cards.
         checkpoint: folder in the released layout; with `synthetic` only its configs are read.
         stages: None means all that the checkpoint holds.
         cache: None means no compile cache.
@@ -58,15 +55,13 @@ class ExportRecipe:
         quantize: storage format of weights: `fp8` for every stage that supports it, `STAGE=fp8` for one,
             `thinker=int4`. Empty: all in `dtype`.
         autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
-        backend: compilers: `NAMES` for every stage, `NAMES:STAGE,…` for these. Names are joined by `+`: the engines of
-            each, of which the first are the default. `auto`: the installed backends are timed, and the fastest is kept.
-        keep_all: with `auto`, keep the engines of every backend.
+        backend: compilers: `NAME` for every stage, `NAME:STAGE,…` for these. `auto`: the installed backends are timed,
+            and the fastest is kept.
     """
 
     checkpoint: Path
     output: Path
     target: str = "cpu"
-    other_targets: tuple[str, ...] = ()
     dtype: str = "float32"
     world_size: int = 1
     stages: tuple[str, ...] | None = None
@@ -82,45 +77,16 @@ class ExportRecipe:
     quantize: tuple[str, ...] = ()
     autotune: bool = True
     backend: tuple[str, ...] = (BACKEND,)
-    keep_all: bool = False
 
     @property
     def device(self) -> str:
         """The device of this machine that graphs are traced and checked on."""
         return "cpu" if is_rtx(self.target) else self.target
 
-    def each_target(self) -> tuple[ExportRecipe, ...]:
-        """A recipe for each target alone, in order. Raises: ConfigError."""
-        targets = (self.target, *self.other_targets)
-        is_mixed = not all(map(is_rtx, targets))
-        return tuple(
-            replace(self, target=target, other_targets=(), backend=(RTX_BACKEND,), keep_all=False)
-            if is_mixed and is_rtx(target) and self.other_targets
-            else replace(self, target=target, other_targets=())
-            for target in targets
-        )
-
     def __post_init__(self) -> None:
-        if self.other_targets:
-            problems = self._target_problems()
-        else:
-            problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
+        problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
         if problems:
             raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
-
-    def _target_problems(self) -> list[str]:
-        """What is wrong with several targets, or with one of them."""
-        targets, problems = (self.target, *self.other_targets), list[str]()
-        try:
-            self.each_target()
-        except ConfigError as error:
-            problems += error.message.splitlines()
-        words = [word for each in targets for word in each.removeprefix("rtx:").split(",")]
-        if len({*words}) < len(words):
-            problems.append(f"--target {' '.join(targets)}: names a device twice")
-        if self.synthetic:
-            problems.append("--synthetic: samples weights on one device; pass one --target")
-        return problems
 
     def _own_problems(self) -> list[str]:
         problems = []
@@ -183,8 +149,6 @@ class ExportRecipe:
         return problems
 
     def _backend_problems(self) -> list[str]:
-        if self.keep_all and not any(AUTO in names for names, _ in map(_parse_backend, self.backend)):
-            return ["--keep-all: is for --backend auto; name several backends as A+B"]
         if self.backend == (BACKEND,) and not is_rtx(self.target):
             return []
         from mingc.export.compile.backends import BACKENDS, find_backend
@@ -197,12 +161,7 @@ class ExportRecipe:
             if colon and not all(map(str.strip, listed.split(","))):
                 problems.append(f"--backend {word}: names no stage after the colon or a comma")
         chosen = [_parse_backend(word) for word in self.backend]
-        for word, (words, _) in zip(self.backend, chosen, strict=True):
-            if len(set(words)) < len(words):
-                problems.append(f"--backend {word}: names a backend twice")
-            if AUTO in words and len(words) > 1:
-                problems.append(f"--backend {word}: auto tries every backend, so it stands alone")
-        for name in dict.fromkeys(name for words, _ in chosen for name in words):
+        for name in dict.fromkeys(name for name, _ in chosen):
             if name == AUTO:
                 if not self._candidates():
                     refused = "; ".join(f"{each}: {reason}" for each, reason in self.unsupported().items())
@@ -262,29 +221,25 @@ class ExportRecipe:
         return cast("Quantization | None", chosen.get(stage, general if general in kinds else None))
 
     def backends_of(self, stage: str) -> tuple[str, ...]:
-        """The backends that compile `stage`, the default one first. `NAMES:STAGE` overrides `NAMES`.
+        """The backend that compiles `stage`, or for `auto` all that can build for the target.
 
-        For `auto`, all that can build for the target.
+        `NAME:STAGE` overrides `NAME`.
         """
-        return self._candidates() if self.is_measured(stage) else self._words_of(stage)
+        return self._candidates() if self.is_measured(stage) else (self._backend_of(stage),)
 
     def is_measured(self, stage: str) -> bool:
         """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
-        return AUTO in self._words_of(stage)
+        return self._backend_of(stage) == AUTO
 
     def unsupported(self) -> dict[str, str]:
         """Why backends cannot build for the target, by name."""
         return {name: reason for name, reason in self._reasons().items() if reason is not None}
 
-    def _words_of(self, stage: str) -> tuple[str, ...]:
-        general: tuple[str, ...] = (BACKEND,)
-        own: tuple[str, ...] | None = None
-        for words, stages in map(_parse_backend, self.backend):
-            if stage in stages:
-                own = words
-            elif not stages:
-                general = words
-        return own or general
+    def _backend_of(self, stage: str) -> str:
+        chosen = {
+            each: name for name, stages in map(_parse_backend, self.backend) for each in stages or ("",)
+        }
+        return chosen.get(stage, chosen.get("", BACKEND))
 
     def _candidates(self) -> tuple[str, ...]:
         usable = [name for name, reason in self._reasons().items() if reason is None]
@@ -298,10 +253,10 @@ class ExportRecipe:
         }
 
 
-def _parse_backend(word: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`NAME+NAME…:STAGE,…` → names and stages; no stages: all."""
-    words, _, stages = word.partition(":")
-    return tuple(map(str.strip, words.split("+"))), tuple(filter(None, map(str.strip, stages.split(","))))
+def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
+    """`NAME:STAGE,…` → name and stages; no stages: all."""
+    name, _, stages = word.partition(":")
+    return name.strip(), tuple(filter(None, map(str.strip, stages.split(","))))
 
 
 def _stages() -> dict[str, Stage]:

@@ -1,52 +1,52 @@
-"""Decoding of one medium, with everything it depends on: the task of a decoder process."""
+"""Decoding of one medium in this process."""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import msgspec
 
-from mingc.artifacts.parameters import AudioParameters, VisionParameters
-from mingc.media.audio import AudioFeatures, load_audio
-from mingc.media.image import VisionFeatures, load_image
-from mingc.media.limits import MediaLimits, too_large
-from mingc.media.video import VideoFeatures, load_video
-from mingc.runtime.request import VideoParams
-
-DecodedMedia = VisionFeatures | VideoFeatures | AudioFeatures
+from mingc.media.audio import load_audio
+from mingc.media.image import load_image
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, too_large
+from mingc.media.video import load_video
+from mingc.prompts.features import Features, VideoFeatures
+from mingc.prompts.media_decoder import MediaTask
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaTask:
-    """Parameters of one decoding.
+class InProcessDecoder:
+    """A `MediaDecoder` without processes, for trusted media: nothing ends a decoder that crashes or hangs."""
 
-    `where` names the medium in errors; `vision` or `audio` is set according to `kind`.
-    """
+    def __init__(self, max_bytes: int = DEFAULT_MEDIA_BYTES) -> None:
+        self.max_bytes = max_bytes
 
-    kind: Literal["image", "audio", "video"]
-    where: str
-    vision: VisionParameters | None = None
-    audio: AudioParameters | None = None
-    video: VideoParams = field(default_factory=VideoParams)
-    limits: MediaLimits = field(default_factory=MediaLimits)
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+        """See `MediaDecoder`."""
+        return run_task(task, data)
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
-def run_task(task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
+def run_task(task: MediaTask, data: bytes | memoryview) -> Features:
     """Features of the encoded medium `data`.
 
     Raises: RequestError when it cannot be decoded or exceeds a limit, ConfigError when a library is missing.
     """
     data = bytes(data)
+    limits = MediaLimits(max_bytes=task.max_bytes, max_tokens=task.max_tokens)
     try:
         if task.kind == "audio":
             assert task.audio is not None
-            return load_audio(data, task.audio, task.where, task.limits)
+            return load_audio(data, task.audio, task.where, limits)
         assert task.vision is not None
         if task.kind == "video":
-            return load_video(data, task.vision, task.video, task.where, task.limits)
-        return load_image(data, task.vision, task.where, task.limits)
+            return load_video(data, task.vision, task.video, task.where, limits)
+        return load_image(data, task.vision, task.where, limits)
     except MemoryError as error:
         raise too_large(
             f"decoding the {task.kind} takes more memory than its header says", task.where
@@ -64,16 +64,8 @@ def digest_of(task: MediaTask, data: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def with_digest(features: DecodedMedia, digest: bytes) -> DecodedMedia:
+def with_digest(features: Features, digest: bytes) -> Features:
     """`features` with their `digest_of`."""
     if isinstance(features, VideoFeatures):
         return replace(features, vision=replace(features.vision, digest=digest))
     return replace(features, digest=digest)
-
-
-def num_bytes(features: DecodedMedia) -> int:
-    """Host memory of the features."""
-    if isinstance(features, AudioFeatures):
-        return features.mel.nbytes
-    vision = features.vision if isinstance(features, VideoFeatures) else features
-    return vision.patches.nbytes

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.codec import encode
-from mingc.artifacts.engine_choice import OPTION
 from mingc.artifacts.manifest import EngineCost, EngineRecord, content_hash
 from mingc.artifacts.spec import GraphSpec
-from mingc.artifacts.target_choice import with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError
 from mingc.host.machine import current_host, gpu_target
@@ -40,7 +38,7 @@ from mingc.probe.report import (
 )
 from mingc.probe.stopwatch import Stopwatch, percentile
 from mingc.probe.transfers import measure_transfers
-from mingc.runtime.engines.choice import with_engines
+from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import GraphPool
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
@@ -70,12 +68,10 @@ class ProbeOptions:
         context: tokens every request already holds, limited by its slot or pages.
         repetitions: timed calls per engine; None chooses by device.
         tolerance: fraction by which a median may exceed the baseline's.
-        backends: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
         compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
-        beside: another artifact of the same model, whose default engines are timed alternately with these.
+        beside: another artifact of the same model, whose engines are timed alternately with these.
         has_cold_start: also start a server of the artifact in a separate process, before anything else.
         has_transfers: also measure memory transfer rates of this machine.
-        target: the target whose engines are timed; None: the one that this machine selects.
     """
 
     engines: tuple[str, ...] | None = None
@@ -87,8 +83,6 @@ class ProbeOptions:
     beside: Path | None = None
     has_cold_start: bool = True
     has_transfers: bool = True
-    backends: tuple[str, ...] = ()
-    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -166,9 +160,9 @@ def probe(
     """
     artifact = open_artifact(path)
     sha256 = content_hash(encode(artifact.manifest))
-    artifact = with_target(artifact, current_host, options.target)
     fingerprint = artifact.manifest.fingerprint
-    artifact = with_engines(artifact, options.backends)
+    check_fingerprint(fingerprint, current_host(fingerprint.device))
+    check_loadable(artifact)
     targets = _choose(artifact, options)
     other = _open_beside(artifact, options.beside) if options.beside is not None else None
     other_targets = _common_targets(targets, other, options) if other is not None else {}
@@ -179,7 +173,7 @@ def probe(
     # First, as the server needs the memory of the device for itself.
     start = ColdStart()
     if options.has_cold_start:
-        start = measure_cold_start(path, progress, options.backends, options.target)
+        start = measure_cold_start(path, progress)
     transfers = measure_transfers(progress) if options.has_transfers else ()
     progress("peak rates")
     run = _Run(artifact, options, progress)
@@ -267,17 +261,18 @@ def same_backends(pairs: Sequence[EnginePair]) -> str | None:
     return (
         f"--beside: {len(same)} of {len(pairs)} pairs have engines of "
         f"{' and '.join(dict.fromkeys(pair.backend for pair in same))} on both sides, {same[0].engine} the first; "
-        f"{OPTION} takes those of another backend of ARTIFACT, of the artifact beside the default ones are timed"
+        "export one of the artifacts with another --backend"
     )
 
 
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact of `beside`, with its default engines.
+    """The artifact of `beside`.
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """
-    other = with_target(open_artifact(path), current_host)
+    other = open_artifact(path)
     recorded, here = other.manifest.fingerprint, artifact.manifest.fingerprint
+    check_fingerprint(recorded, current_host(recorded.device))
     before = (artifact.manifest.model, here.device, here.dtype, here.world_size)
     after = (other.manifest.model, recorded.device, recorded.dtype, recorded.world_size)
     if before != after:
@@ -289,12 +284,10 @@ def _open_beside(artifact: Artifact, path: Path) -> Artifact:
             fix="pass an artifact that differs in its backend only",
         )
     try:
-        return with_engines(other, ())
+        check_loadable(other)
     except ArtifactError as error:
-        fix = error.fix or ""
-        if OPTION in fix:
-            fix += f", which is for the artifact named first: mingc probe {path} {OPTION} … --beside {artifact.root}"
-        raise ArtifactError(error.message, where="--beside", fix=fix) from error
+        raise ArtifactError(error.message, where="--beside", fix=error.fix) from error
+    return other
 
 
 def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeOptions) -> dict[str, _Target]:

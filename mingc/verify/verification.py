@@ -5,15 +5,13 @@ The module imports no torch, and `verify` without replay needs none; replays imp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
-from mingc.artifacts.engine_choice import backend_views, parse_choice
+from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import NO_SERVED_GOLDENS, GraphRecord, Manifest
-from mingc.artifacts.target_choice import explain_targets, with_target
 from mingc.errors import ConfigError
 from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
@@ -40,10 +38,7 @@ _GOLDEN_FILES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """The result of `mingc verify`. `passed` is False when any comparison failed.
-
-    `not_replayed`: targets of the artifact whose engines were not run, with the reason.
-    """
+    """The result of `mingc verify`. `passed` is False when any comparison failed."""
 
     artifact: Path
     passed: bool
@@ -53,7 +48,6 @@ class VerifyReport:
     files_hashed: int
     files: tuple[FileSummary, ...]
     comparisons: tuple[Comparison, ...]
-    not_replayed: tuple[str, ...] = ()
     not_engine_outputs: tuple[str, ...] = field(metadata={"shown": False})
 
 
@@ -62,44 +56,30 @@ def verify(
     *,
     reference: Path | None = None,
     replay: bool = True,
-    engines: Sequence[str] | None = None,
-    target: str | None = None,
     progress: Callable[[str], None] = lambda step: None,
 ) -> VerifyReport:
     """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
 
-    Args:
-        engines: `STAGE=BACKEND` words: only these engines are replayed, and the default ones of other stages. None:
-            the engines of every backend, and whole requests with the default ones.
-        target: the target whose engines are replayed; None: the one that this machine selects.
-
     Raises: ManifestError, IntegrityError, IncompatibleError, ArtifactError when a backend is not installed, or
-        ConfigError when `reference` holds no golden file or `engines` are not in the artifact.
+        ConfigError when `reference` holds no golden file.
     """
     artifact = open_artifact(path)
-    parse_choice(engines or ())
     if reference is not None:
         _check_reference(reference, replay=replay)
     progress("hashes")
     check_hashes(artifact)
     results: list[_Result] = []
-    not_replayed: tuple[str, ...] = ()
     if replay:
         from mingc.host.machine import current_host
-        from mingc.runtime.engines.choice import check_available, with_engines
+        from mingc.runtime.engines.backends import check_loadable
 
-        fits = explain_targets(artifact.manifest, current_host, target)
-        not_replayed = tuple(
-            f"engines for {each.target}: {each.reason}" for each in fits if not each.is_loaded
-        )
-        artifact = with_target(artifact, current_host, target)
-        chosen = with_engines(artifact, engines or ())
-        if engines is None:
-            check_available(artifact.manifest, artifact.manifest, str(path))
-        results += _self_check(artifact if engines is None else chosen, progress)
-        results += _replay_served(chosen, tuple(engines or ()), progress)
+        recorded = artifact.manifest.fingerprint
+        check_fingerprint(recorded, current_host(recorded.device))
+        check_loadable(artifact)
+        results += _self_check(artifact, progress)
+        results += _replay_served(artifact, progress)
         if reference is not None:
-            results += _replay_reference(chosen, reference, progress)
+            results += _replay_reference(artifact, reference, progress)
     comparisons = tuple(each for _, group, _ in results for each in group)
     failed = sum(each.outcome == "FAIL" for each in comparisons)
     return VerifyReport(
@@ -111,7 +91,6 @@ def verify(
         files_hashed=len(artifact.manifest.files),
         files=tuple(summary for summary, _, _ in results),
         comparisons=comparisons,
-        not_replayed=not_replayed,
         not_engine_outputs=tuple(name for _, _, names in results for name in names),
     )
 
@@ -141,30 +120,27 @@ def engine_tolerance(graph: GraphRecord, dtype: str) -> float:
 
 
 def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
-    """Replay the golden that the export stored for every graph, with the engines of each backend."""
+    """Replay the golden that the export stored for every graph."""
     from mingc.verify.self_check import replay
 
     results: list[_Result] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
-            for index, view in enumerate(backend_views(graph)):
-                title = f"{stage}.{name}" + (f" ({view.backends[0]})" if index else "")
-                progress(title)
-                tolerance = engine_tolerance(view, artifact.manifest.fingerprint.dtype)
-                log = replay(artifact, record, view, name=title, tolerance=tolerance)
-                results.append((log.summary("self-check"), log.comparisons, []))
+            title = f"{stage}.{name}"
+            progress(title)
+            tolerance = engine_tolerance(graph, artifact.manifest.fingerprint.dtype)
+            log = replay(artifact, record, graph, name=title, tolerance=tolerance)
+            results.append((log.summary("self-check"), log.comparisons, []))
     return results
 
 
-def _replay_served(
-    artifact: Artifact, engines: tuple[str, ...], progress: Callable[[str], None]
-) -> list[_Result]:
+def _replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
     """Replay the recorded requests through services that run the artifact in different ways."""
     from mingc.verify.served.verification import replay_served
 
     if artifact.manifest.served_goldens is None:
         return [_without_served(artifact.manifest)]
-    parameters, *logs = replay_served(artifact, progress, engines)
+    parameters, *logs = replay_served(artifact, progress)
     return [
         (parameters.summary("those of the recorded requests"), parameters.comparisons, []),
         *((log.summary("requests through the service"), log.comparisons, []) for log in logs),

@@ -16,7 +16,6 @@ from mingc_command import ENVIRONMENT
 from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
@@ -50,9 +49,9 @@ def answers(
             collector = Collector()
             recorded = THINKER[f"{case}.greedy_ids"][0].tolist()
             sampling = SamplingParams(max_tokens=len(recorded), ignore_eos=True)
-            loop.submit(thinker_prompt(case), sampling, 1, collector.put, records_logits=True)
+            loop.submit(thinker_prompt(case), sampling, 1, collector.put, recorder=collector.recorder)
             assert collector.tokens() == recorded, case
-            logits[case] = np.stack([each.logits for each in collector.items if isinstance(each, TokenItem)])
+            logits[case] = np.stack(collector.recorder.logits)
             np.testing.assert_allclose(logits[case], THINKER[f"{case}.greedy_logits"][0], atol=1e-3)
     finally:
         asyncio.run(service.close(shutdown_timeout_s=1.0))

@@ -17,7 +17,6 @@ import pytest
 from mingc_command import REPOSITORY
 
 from mingc.artifacts.artifact import open_unchecked
-from mingc.artifacts.manifest import TargetRecord
 from mingc.deploy import ray
 from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
@@ -63,7 +62,6 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"max_ongoing_requests": "300"}, "max_ongoing_requests 300 is above max_concurrent_requests 256"),
         ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
-        ({"engines": ["cfm=onnx"], "speech_artifact": "/s"}, "engines are of one artifact"),
         ({"speech": "no", "talker_devices": "cuda:1"}, "speech is off, but talker_devices are given"),
         ({"talker_devices": "gpu1"}, "--talker-device 'gpu1' is neither"),
         ({"step_timeout_s": "0"}, "--step-timeout is 0"),
@@ -102,7 +100,7 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ),
         ({"speech_num_gpus": "0"}, "speech_num_gpus is of the second deployment"),
         ({"cache": "/c"}, "cache keeps what fetch writes, and fetch is missing"),
-        ({"engines": {}}, "not a list"),
+        ({"served_model_names": {}}, "not a list"),
         *[
             ({name: "1"}, f"{name} belongs to Serve's proxy")
             for name in (
@@ -132,11 +130,11 @@ def test_an_empty_line_of_a_config_file_is_no_path() -> None:
 def test_new_options_of_the_engines_are_arguments() -> None:
     options = parse_arguments(
         {
-            **{"artifact": "/a", "prefix_cache": "false", "speech_lead": "0", "target": "cpu"},
+            **{"artifact": "/a", "prefix_cache": "false", "speech_lead": "0"},
             "talker_devices": "cuda:2,cuda:3",
         }
     ).engines
-    assert (options.prefix_cache, options.speech_lead, options.target) == (False, 0, "cpu")
+    assert (options.prefix_cache, options.speech_lead) == (False, 0)
     assert options.talker_devices == ("cuda:2", "cuda:3")
 
 
@@ -320,27 +318,6 @@ def test_gpus_are_the_ranks_of_a_cuda_artifact(
     (tmp_path / "manifest.json").touch()
     for path in (packed, tmp_path):
         assert deployments(artifact=str(path))["mingc actor"]["num_gpus"] == gpus
-
-
-def test_targets_that_need_other_gpus_are_not_guessed(
-    monkeypatch: pytest.MonkeyPatch, eager_artifact: Path
-) -> None:
-    """Without a GPU of its own a replica would run the engines for the CPU, whatever the node has."""
-    own = open_unchecked(eager_artifact)
-    cards = TargetRecord(
-        target="rtx:sm89",
-        device="cuda",
-        capability="8.9",
-        stages=own.manifest.stages,
-        parameters=own.manifest.parameters,
-    )
-    artifact = replace(own, manifest=replace(own.manifest, other_targets=(cards,)))
-    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
-    with pytest.raises(ConfigError, match="engines for cpu and rtx:sm89"):
-        deployments(artifact=str(eager_artifact))
-    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"target": "cpu"}, 0.0), ({"target": "rtx:sm89"}, 1.0)):
-        options = parse_arguments({"artifact": str(eager_artifact), **given})
-        assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
 
 
 def test_a_replica_has_the_gpus_of_its_talkers(

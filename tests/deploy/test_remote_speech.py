@@ -14,18 +14,17 @@ from held_resources import loop_resources, service_resources, wait_until_equal, 
 
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo, _Segments
 from mingc.errors import RequestError, WorkerError
+from mingc.prompts.conversation import Message, TextPart
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
     Event,
-    Message,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
     TextDelta,
-    TextPart,
 )
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService

@@ -24,8 +24,8 @@ from mingc.export.compile.capture import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
 from mingc.export.weights.loading import check_weights, float32_module
-from mingc.media.audio import AudioFeatures
 from mingc.media.dsp.log_mel import log_mel
+from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders import encoder as encoders
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.engines.backends.aoti import load

@@ -16,8 +16,7 @@ from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.export.compile.build import engine_sizes
 from mingc.export.stages import find
 from mingc.export.weights.synthetic import open_synthetic
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.runtime.encoders import encoder as encoders
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.graph import EncoderGraph

@@ -28,21 +28,21 @@ OPTIONS = {
     "demo": "--checkpoint --debug --force --json --output",
     "doctor": "--debug --json --strict ARTIFACTS",
     "export": "--autotune --backend --batch-sizes --cache --cache-limit --debug --dtype --force --jobs --json "
-    "--keep-all --max-model-len --model-name --no-cache --output --prefill-chunk-size --quantize --stages "
+    "--max-model-len --model-name --no-cache --output --prefill-chunk-size --quantize --stages "
     "--synthetic --target --tp CHECKPOINT",
     "plan": "--answer-tokens --chats --debug --gpu --json --listeners --prompt-tokens --thinker --token-rate "
     "--utilisation",
-    "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
-    "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
+    "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --html "
+    "--jobs --json --repetitions --synthetic --tolerance --transfers ARTIFACT",
     "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
-    "--debug --drain-seconds --encoder-cache --engines --expert-usage-interval --header-timeout --host --json "
+    "--debug --drain-seconds --encoder-cache --header-timeout --host --json "
     "--log-format --log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes "
     "--max-media-memory --max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes "
     "--max-total-tokens --media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens "
     "--port --prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
-    "--step-timeout --talker-device --target --threads --tp --write-timeout ARTIFACT",
+    "--step-timeout --talker-device --threads --tp --write-timeout ARTIFACT",
     "synth": "--config --debug --json --layers --seed OUTPUT",
-    "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
+    "verify": "--against --debug --json --no-replay --reference ARTIFACT",
 }
 
 
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "demo": {"--output": Path("demo")},
     "export": {
         **{
-            "--target": ("cpu",),
+            "--target": "cpu",
             "--dtype": "float32",
             "--tp": 1,
             "--jobs": 1,
@@ -85,7 +85,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
             "--media-timeout": 30.0,
             "--speech-lead": 3,
             "--step-timeout": 60.0,
-            "--expert-usage-interval": 0.0,
             "--drain-seconds": 2.0,
             "--shutdown-timeout": 5.0,
         },
@@ -295,7 +294,7 @@ def test_doctor_reports_the_documented_fields() -> None:
     result = run("doctor", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert set(document) == {"artifact_targets", "can_export", "can_serve", "checks", "targets", "verdicts"}
+    assert set(document) == {"can_export", "can_serve", "checks", "targets", "verdicts"}
     assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
     assert {check["name"] for check in document["checks"]} >= {
         "python",

@@ -36,14 +36,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
-    # Routers of steps whose experts a server counts, in plain torch.
-    "mingc.kernels.rms_norm": (),
-    "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
     "mingc.kernels": (
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.artifacts.target",
         "mingc.host.machine",
         "mingc.kernels.chunk_layout",
@@ -62,8 +57,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels",
         "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
         "mingc.media.dsp",
@@ -72,10 +65,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.text": ("mingc.errors",),
     "mingc.media.dsp": ("mingc.errors",),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.runtime"),
-    "mingc.prompts": ("mingc.artifacts", "mingc.errors", "mingc.media", "mingc.runtime"),
+    # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
+    "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
+    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.prompts"),
     # Inside the runtime, from what everything shares up to the service.
-    "mingc.runtime": ("mingc.errors",),
+    "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -91,7 +85,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -100,8 +93,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.prompts",
         "mingc.runtime",
@@ -131,7 +122,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -141,7 +131,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
+    "mingc.server": (
+        "mingc",
+        "mingc.console.signals",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.prompts",
+        "mingc.runtime",
+    ),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -176,6 +173,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",

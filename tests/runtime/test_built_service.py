@@ -49,8 +49,8 @@ from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.errors import CapacityError, MingcError
 from mingc.host.machine import Host
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.task import InProcessDecoder
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -59,15 +59,12 @@ from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
-    MediaPart,
-    Message,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
     TextDelta,
-    TextPart,
 )
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
+from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service import builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -241,16 +238,6 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     return LoadedStage(name, graphs)
 
 
-class InProcess(DecoderPool):
-    """Decodes in this process: faster, and processes are tested elsewhere."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
-        return run_task(task, data)
-
-
 @dataclass
 class Built:
     """A service and what the builder asked for outside it."""
@@ -259,7 +246,6 @@ class Built:
     rank_timeout_s: list[float] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     hashed: list[Path] = field(default_factory=list)
-    decoding: list[tuple[int, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -287,16 +273,11 @@ def build(
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 
-        def make_pool(*, max_bytes: int, timeout_s: float, num_prepared: int) -> DecoderPool:
-            found.decoding.append((max_bytes, timeout_s))
-            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s, num_prepared=num_prepared)
-
-        patch.setattr(builder, "DecoderPool", make_pool)
         patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
 
         def open_it() -> Built:
             try:
-                found.service = open_service(TINY, options)
+                found.service = open_service(TINY, options, media=InProcessDecoder())
                 opened.append(found.service)
             except CapacityError:
                 assert found.rank_timeout_s
@@ -515,13 +496,10 @@ def describe(
             "hashes": len(built.hashed),
             "threads": built.threads,
             "step timeout": built.rank_timeout_s,
-            "decoders": built.decoding,
         }
         if built.service is not None:
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
-            decoders = built.service._chat.decoders if built.service._chat is not None else None
-            seen["decoder processes"] = decoders._num_prepared if isinstance(decoders, InProcess) else None
             seen.update(describe_chat(built.service, with_media=with_media))
             if with_speech:
                 seen.update(describe_speech(built.service))
@@ -536,13 +514,7 @@ class Change:
     differs: tuple[str, ...]
 
 
-UNREAD = PatchItem(
-    samples=np.zeros(1, np.float32),
-    latents=None,
-    stop_probability=0.0,
-    is_segment_end=False,
-    is_capped=False,
-)
+UNREAD = AudioDelta(samples=np.zeros(1, np.float32))
 REFUSED = ("refused",)
 ALL_IMAGES = ("image prompt", "small image prompt", "large image prompt")
 # By stage and parameter. A string in place of a change: why no part of the service depends on the number.
@@ -597,7 +569,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "read by steps whose experts are counted; tests/runtime/test_expert_usage.py",
+        "router": "describes the expert layers, which are in the engines",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),
@@ -643,22 +615,17 @@ OPTIONS: dict[str, Change] = {
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
-    "num_preprocess_threads": Change(5, ("preprocessing threads", "decoder processes")),
+    "num_preprocess_threads": Change(5, ("preprocessing threads",)),
     "num_torch_threads": Change(3, ("threads",)),
     "step_timeout_s": Change(7.0, ()),  # of ranks: a test of its own below
     "check_hashes": Change(True, ("hashes",)),
-    "max_media_memory": Change(1 << 30, ("decoders",)),
-    "media_decode_timeout_s": Change(3.0, ("decoders",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
-    "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
-    "engines": Change(("thinker=onnx",), REFUSED),
-    "target": Change("rtx:sm89", REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {
@@ -764,7 +731,7 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     with build(two, EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
         patch.setattr(builder, "RankGroup", Ranks)
         patch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
-        patch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
+        patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
         patch.setattr(builder, where, fail)
         with pytest.raises(MemoryError, match="far enough"):
             opened()

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.runtime.encoders import graph as encoder_graph
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.engines import cuda_graphs

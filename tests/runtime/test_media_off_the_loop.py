@@ -28,15 +28,16 @@ from server_thread import run_server
 
 from mingc.host import large_arrays
 from mingc.media.decoder_process import receive_array
-from mingc.media.image import VisionFeatures
-from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.task import InProcessDecoder, run_task
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message
+from mingc.prompts.features import Features, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.service import omni
 from mingc.runtime.service.omni import OmniService
 from mingc.server.http import long_strings, media, routes
-from mingc.server.http.messages import MediaSource
 from mingc.server.http.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
@@ -58,13 +59,14 @@ class Recorder:
         return recorded
 
 
-class Gate:
-    """Decodes as a server does, once the test lets it go on."""
+class Gate(InProcessDecoder):
+    """Decodes in this process, once the test lets it go on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun, self.open = threading.Event(), threading.Event()
 
-    def decode(self, task: MediaTask, data: bytes) -> DecodedMedia:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         self.begun.set()
         assert self.open.wait(WAIT_S)
         return run_task(task, data)
@@ -85,7 +87,7 @@ class Encoder:
         return [torch.zeros(each.num_tokens(vision_parameters().merge_size), HIDDEN) for each in features]
 
 
-def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: Encoder) -> OmniService:
+def media_service(decoder: MediaDecoder, encoder: Encoder) -> OmniService:
     cache = EncoderCache(1 << 20)
     service = make_service(
         processor=ChatProcessor(
@@ -93,7 +95,7 @@ def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: E
             thinker_parameters(tokenizer().token_id),
             vision=vision_parameters(),
             audio=audio_parameters(),
-            decode=decode,
+            decoder=decoder,
         ),
         vision=EncoderLoop("vision_encoder", encoder, cache),
         encoder_cache=cache,
@@ -126,7 +128,7 @@ def large_picture() -> bytes:
 
 def test_a_stream_ends_while_a_medium_beside_it_is_being_decoded() -> None:
     gate = Gate()
-    with run_server(lambda: media_service(gate.decode, Encoder())) as url, ThreadPoolExecutor(1) as pool:
+    with run_server(lambda: media_service(gate, Encoder())) as url, ThreadPoolExecutor(1) as pool:
         with contextlib.ExitStack() as ending:
             ending.callback(gate.open.set)
             answer: Future[httpx.Response] = pool.submit(post, url, body(large_picture()))
@@ -155,8 +157,8 @@ def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
     monkeypatch.setattr(encoder, "encode", seen.wrap("encode", encoder.encode))
     # What the server's event loop itself runs, to know its thread.
     monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
-    decode = seen.wrap("decode the medium", gate.decode)
-    with run_server(lambda: media_service(decode, encoder)) as url:
+    monkeypatch.setattr(gate, "run", seen.wrap("decode the medium", gate.run))
+    with run_server(lambda: media_service(gate, encoder)) as url:
         answer = post(url, body(large_picture(), large_picture()))
     assert answer.status_code == 200
     (event_loop,) = seen.threads.pop("event loop")
@@ -177,12 +179,13 @@ def test_no_large_object_of_python_holds_a_body_or_a_medium() -> None:
     data = random.Random(5).randbytes(size)
     content, traced, received = body(data), [], []
 
-    def decode(task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
-        traced.extend(tracemalloc.take_snapshot().traces)
-        received.append(bytes(data))
-        return run_task(task, png(noise_image(32, 32)))
+    class Traced(InProcessDecoder):
+        def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+            traced.extend(tracemalloc.take_snapshot().traces)
+            received.append(bytes(data))
+            return run_task(task, png(noise_image(32, 32)))
 
-    with run_server(lambda: media_service(decode, Encoder())) as url:
+    with run_server(lambda: media_service(Traced(), Encoder())) as url:
         tracemalloc.start(20)
         try:
             answer = post(url, content)
@@ -253,10 +256,12 @@ def test_what_a_url_or_a_file_gives_is_joined_in_another_thread(
     (tmp_path / "file").write_bytes(b"".join(parts))
     threads: set[int] = set()
 
-    async def load(source: str) -> bytes:
+    async def load(source: str) -> object:
         threads.add(threading.get_ident())
-        found = MediaSource(kind="image", source=source, param="image")
-        return await loader._read(found, 1 << 20)
+        part = MediaPart(kind="image", data=source, where="image")
+        (message,) = await loader.load([Message(role="user", parts=(part,))])
+        (loaded,) = message.parts
+        return loaded.data if isinstance(loaded, MediaPart) else None
 
     for source in ("http://127.0.0.1:9/picture", "file"):
         assert asyncio.run(load(source)) == b"".join(parts)

@@ -15,12 +15,15 @@ from preprocess_data import audio_parameters, noise_image, png, tokenizer, visio
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures, load_audio
-from mingc.media.image import VisionFeatures, load_image
+from mingc.media.audio import load_audio
+from mingc.media.image import load_image
+from mingc.media.task import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
+from mingc.runtime.request import ChatRequest, Done, SamplingParams
 from mingc.runtime.service.omni import OmniService
 
 VISION, AUDIO = (
@@ -83,7 +86,12 @@ CASES: dict[str, list[MediaPart]] = {
 def make_media_service() -> tuple[OmniService, ThinkerParameters]:
     thinker = thinker_parameters(tokenizer().token_id)
     processor = ChatProcessor(
-        tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), max_tokens=4096
+        tokenizer(),
+        thinker,
+        vision=vision_parameters(),
+        audio=audio_parameters(),
+        max_tokens=4096,
+        decoder=InProcessDecoder(),
     )
     service = make_service(
         processor=processor,

@@ -24,7 +24,7 @@ from held_resources import loop_resources, service_resources, wait_until_equal, 
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
 from mingc.runtime import engine_thread
@@ -47,9 +47,9 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService, _encoded, _prepare
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
-from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.http.metrics import Metrics
+from mingc.text.spoken import SpokenText
 
 
 def text_of(events: list[Event]) -> str:
@@ -576,7 +576,7 @@ def test_a_closed_service_leaves_no_decoder_process() -> None:
     decoders = DecoderPool()
     decoders.start()
     (pid,) = decoders.pids
-    service = make_service(decoders=decoders)
+    service = make_service(media=decoders)
     asyncio.run(service.close(shutdown_timeout_s=0))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -655,7 +655,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
     scheduler.num_prefilled, scheduler.num_reused, scheduler.pool.num_evicted = 30, 40, 50
     fix(cache, num_hits=60, num_misses=70, num_bytes=80)
     fix(talkers, num_waiting=3, listeners={"late": 4}, num_underruns=9)
-    fix(service._chat.loop.expert_usage, totals={1: (2, 8.0)})
     service._memory = (MemoryUse(device="cpu", owner="kv_pages", num_bytes=1),)
     total = scheduler.pool.num_pages - 1
     try:
@@ -673,7 +672,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
             listeners={"late": 4},
             num_underruns=9,
             memory=service._memory,
-            experts_read={1: (2, 8.0)},
         )
     finally:
         monkeypatch.undo()
@@ -711,44 +709,34 @@ def test_what_a_spoken_chat_gives_to_its_parts(
         monkeypatch.setattr(kind, "__init__", init)
 
     record(SpeechStream)
+    record(SpokenText)
     record(ChatOutputProcessor)
     service = make_service(max_pending=17)
     spoken = chat("Hello there", SpeechParams(voice="bob", seed=speech_seed), seed=chat_seed)
     done = done_of(run(service, collect(service.chat(replace(spoken, is_live=is_live)))))
-    stream, processor = given
+    stream, spoken_text, processor = given
     assert (stream["max_pending_patches"], stream["is_live"]) == (17, is_live)
     assert noise_seed is None or stream["noise"] == PhiloxNoise(noise_seed)
-    assert processor["is_reproducible"] is is_reproducible
+    assert spoken_text["is_reproducible"] is is_reproducible
     assert processor["sample_rate"] == SAMPLE_RATE
     assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
-    assert processor["max_segment_length"] == service.max_segment_length > 0
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_what_a_speech_request_gives_to_its_stream(is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[bool] = []
-    real = TalkerLoop.open
-
-    def record(self: TalkerLoop, *arguments: Any, is_live: bool = False) -> int:
-        opened.append(is_live)
-        return real(self, *arguments, is_live=is_live)
-
-    monkeypatch.setattr(TalkerLoop, "open", record)
+def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
-    run(service, collect(service.speech(replace(speech_request("Hello there."), is_live=is_live))))
-    assert opened == [is_live]
+
+    async def num_listeners() -> int:
+        request = replace(speech_request("Hello there."), is_live=is_live)
+        async with contextlib.aclosing(service.speech(request)) as events:
+            await anext(events)
+            return sum(service.load.listeners.values())
+
+    assert run(service, num_listeners()) == is_live
 
 
-def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speech_with_given_noise_is_reproducible() -> None:
     """As `mingc verify` asks for it, without a seed."""
-    given: list[dict[str, Any]] = []
-    begin = ChatOutputProcessor.__init__
-
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        given.append(named)
-        begin(self, *arguments, **named)
-
-    monkeypatch.setattr(ChatOutputProcessor, "__init__", init)
     service = make_service()
 
     def ask(noise: NoiseSource | None) -> AsyncIterator[Event]:
@@ -761,7 +749,6 @@ def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch
         return [audio_of(await collect(ask(noise))) for noise in (PhiloxNoise(3), PhiloxNoise(3), None)]
 
     first, second, other = run(service, work())
-    assert [each["is_reproducible"] for each in given] == [True, True, False]
     np.testing.assert_array_equal(first, second)
     assert first.shape != other.shape or not np.array_equal(first, other)
 

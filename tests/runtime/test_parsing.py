@@ -21,9 +21,9 @@ from openai.types.chat import (
 from openai.types.chat import chat_completion_content_part_image_param as image_param
 
 from mingc.errors import RequestError
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
+from mingc.prompts.conversation import MediaPart, TextPart, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.http.body_decoder import MAX_COMMAS
-from mingc.server.http.messages import MediaSource
 from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
 from mingc.server.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
@@ -126,11 +126,11 @@ def test_parts_keep_their_order_and_path() -> None:
     (message,) = chat(messages=[{"role": "user", "content": content}]).messages
     where = "messages[0].content"
     assert message.parts == (
-        MediaSource(kind="image", source="data:image/png;base64,AA==", param=f"{where}[0].image_url.url"),
+        MediaPart(kind="image", data="data:image/png;base64,AA==", where=f"{where}[0].image_url.url"),
         TextPart(text="Hi"),
-        MediaSource(kind="audio", source="AAAA", param=f"{where}[2].input_audio.data", is_base64=True),
-        MediaSource(kind="video", source="v.mp4", param=f"{where}[3].video_url.url"),
-        MediaSource(kind="audio", source="a.wav", param=f"{where}[4].audio_url.url"),
+        MediaPart(kind="audio", data="AAAA", where=f"{where}[2].input_audio.data", is_base64=True),
+        MediaPart(kind="video", data="v.mp4", where=f"{where}[3].video_url.url"),
+        MediaPart(kind="audio", data="a.wav", where=f"{where}[4].audio_url.url"),
     )
 
 
@@ -142,16 +142,16 @@ def test_media_lists_go_into_the_first_user_message() -> None:
         {"role": "user", "content": "Three"},
     ]
     turns = chat(messages=messages, images=["i"], audios=["a", "b"], videos=["v"]).messages
-    kinds = [part.kind if isinstance(part, MediaSource) else part.text for part in turns[1].parts]
+    kinds = [part.kind if isinstance(part, MediaPart) else part.text for part in turns[1].parts]
     assert kinds == ["image", "One", "audio", "audio", "video"]
     assert [len(turn.parts) for turn in turns] == [1, 5, 1, 1]
-    params = [part.param for part in turns[1].parts if isinstance(part, MediaSource)]
+    params = [part.where for part in turns[1].parts if isinstance(part, MediaPart)]
     assert params == ["images[0]", "audios[0]", "audios[1]", "videos[0]"]
 
 
 def test_empty_text_is_allowed_with_media() -> None:
     (message,) = chat(messages=[{"role": "user", "content": ""}], audios=["a"]).messages
-    assert [type(part) for part in message.parts] == [MediaSource]
+    assert [type(part) for part in message.parts] == [MediaPart]
 
 
 def test_speech_of_a_chat() -> None:
@@ -246,14 +246,14 @@ def test_fields_of_the_openai_client_that_mingc_has_no_use_for_are_ignored() -> 
 def test_every_detail_of_the_openai_client_is_accepted(detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "a.png", "detail": detail}}
     (message,) = chat(messages=[{"role": "user", "content": [image]}]).messages
-    assert [part.source for part in message.parts if isinstance(part, MediaSource)] == ["a.png"]
+    assert [part.data for part in message.parts if isinstance(part, MediaPart)] == ["a.png"]
 
 
 @pytest.mark.parametrize("name", ["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"])
 def test_clips_of_every_container_are_accepted(name: str) -> None:
     clip = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": name}}
     (message,) = chat(messages=[{"role": "user", "content": [clip]}]).messages
-    assert [type(part) for part in message.parts] == [MediaSource]
+    assert [type(part) for part in message.parts] == [MediaPart]
 
 
 @pytest.mark.parametrize(

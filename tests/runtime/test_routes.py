@@ -18,16 +18,9 @@ from fake_service import FakeService
 from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.request import (
-    ChatRequest,
-    SamplingParams,
-    ServiceLoad,
-    SpeechParams,
-    SpeechRequest,
-    TextPart,
-    VideoParams,
-)
-from mingc.runtime.request import Message as RequestMessage
+from mingc.prompts.conversation import Message as RequestMessage
+from mingc.prompts.conversation import TextPart, VideoParams
+from mingc.runtime.request import ChatRequest, SamplingParams, ServiceLoad, SpeechParams, SpeechRequest
 from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.metrics import Metrics

@@ -17,10 +17,11 @@ from hand_run import run_step, run_until_idle
 from held_resources import talker_resources, wait_until_equal
 
 from mingc.errors import EngineSizeError, RequestError
+from mingc.runtime.request import AudioDelta
 from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
@@ -31,7 +32,7 @@ def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None 
         worker.launch([slot])
         (patch,) = worker.collect().values()
         parts.append(patch.samples)
-        if patch.is_last:
+        if patch.is_segment_end:
             worker.remove(slot)
             return np.concatenate(parts)
 
@@ -96,7 +97,7 @@ def test_segments_are_added_and_removed_without_changing_others() -> None:
         worker.launch(slots)
         for slot, patch in worker.collect().items():
             waves[slot - 1].append(patch.samples)
-            if patch.is_last:
+            if patch.is_segment_end:
                 worker.remove(slot)
                 going.remove(slot - 1)
     for mine, expected in zip(waves, alone, strict=True):
@@ -110,7 +111,7 @@ def test_the_stop_head_is_ignored_before_the_minimum_step_and_its_patch_is_kept(
     for _ in range(TALKER.min_stop_step + 2):
         worker.launch([1])
         (patch,) = worker.collect().values()
-        flags.append((patch.is_last, patch.is_capped))
+        flags.append((patch.is_segment_end, patch.is_capped))
     assert flags == [(False, False)] * (TALKER.min_stop_step + 1) + [(True, False)]
 
 
@@ -136,7 +137,7 @@ def test_a_cap_marks_its_patch_as_last() -> None:
     worker.launch([1])
     (second,) = worker.collect().values()
     assert not worker.is_launchable(1)
-    assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
+    assert (first.is_segment_end, second.is_segment_end, second.is_capped) == (False, True, True)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -145,8 +146,8 @@ def test_a_segment_may_fill_its_slot_to_the_last_row(depth: int, tokens: int) ->
     """The patch at the cap needs no row of its own: its embedding is never fed back."""
     worker = make_talker_worker(depth=depth)
     worker.add(2, segment(tokens=tokens, patches=SLOT_TOKENS - tokens))
-    patches: list[Patch] = []
-    while not patches or not patches[-1].is_last:
+    patches: list[AudioDelta] = []
+    while not patches or not patches[-1].is_segment_end:
         while worker.num_in_flight < depth and worker.is_launchable(2):
             worker.launch([2])
         patches += worker.collect().values()
@@ -316,6 +317,8 @@ def test_one_sample_that_is_not_finite_is_enough(
         def __init__(self, patch: LaunchedPatch) -> None:
             self._patch = patch
 
+        is_ready = True
+
         def wait(self) -> tuple[np.ndarray, ...]:
             samples, *others = self._patch.wait()
             samples = samples.copy()
@@ -323,10 +326,10 @@ def test_one_sample_that_is_not_finite_is_enough(
             return (samples, *others)
 
     monkeypatch.setattr(worker._engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
-    worker.add(1, segment(patches=1))
-    worker.launch([1])
-    (patch,) = worker.collect().values()
-    assert not patch.is_finite
+    loop, listener = make_talker_loop(worker), Collector()
+    loop.add(loop.open(listener.put, lambda: False), segment(patches=1))
+    run_until_idle(loop)
+    assert "not finite" in listener.error().message and len(listener.items) == 1
 
 
 def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
@@ -478,7 +481,7 @@ def test_a_patch_in_flight_of_an_ended_segment_is_discarded() -> None:
     is_last = []
     while not any(is_last):
         worker.launch([1])
-        is_last.append(worker.collect()[1].is_last)
+        is_last.append(worker.collect()[1].is_segment_end)
     assert not worker.is_launchable(1) and worker.num_in_flight == 1
     assert worker.collect() == {}
 

@@ -24,18 +24,10 @@ from fake_thinker import make_thinker_loop, thinker_parameters
 from held_resources import loop_resources, wait_until_equal
 
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import (
-    ChatRequest,
-    Event,
-    Message,
-    SamplingParams,
-    ServiceInfo,
-    SpeechParams,
-    SpeechRequest,
-    TextPart,
-)
+from mingc.runtime.request import ChatRequest, Event, SamplingParams, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 

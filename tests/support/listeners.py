@@ -29,7 +29,7 @@ class Listener(Collector):
     ) -> None:
         super().__init__()
         self._loop = loop
-        self.stream = loop.open(self.put, lambda: False, is_live=is_live)
+        self.stream = loop.open(self.put, lambda: False, is_live=is_live, recorder=self.recorder)
         self.is_stuck = is_stuck
         for piece in pieces:
             loop.add(self.stream, piece)

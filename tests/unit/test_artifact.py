@@ -531,9 +531,8 @@ def test_a_summary_has_the_worst_error_and_counts_a_shared_file_once(
     assert (row.worst_relative_error, row.weight_bytes) == (3e-4, 300)
     assert (row.graphs, row.engines, row.engine_bytes) == (("a", "b", "c"), 1, 40)
     assert (contents.files, contents.total_bytes, contents.schema) == (2, 340, manifest.schema)
-    assert (contents.model, contents.notes, contents.backends, contents.targets) == (
+    assert (contents.model, contents.notes, contents.backends) == (
         "tiny",
         ("one fix-up",),
-        (),
         (),
     )

@@ -55,13 +55,16 @@ from mingc.runtime.talker.loop import TalkerLoop
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions(), None, None).model == manifest.model
-    renamed = _info(manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None)
+    assert _info(manifest, EngineOptions(), None, None, takes_media=True).model == manifest.model
+    renamed = _info(
+        manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None, takes_media=True
+    )
     assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
 
 
 def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
-    info = _info(manifest, EngineOptions(served_model_names=("one", "two", "one", "three")), None, None)
+    options = EngineOptions(served_model_names=("one", "two", "one", "three"))
+    info = _info(manifest, options, None, None, takes_media=True)
     assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
@@ -165,7 +168,7 @@ def fail(error: ServeError) -> None:
 
 def load_chat(artifact: Artifact) -> object:
     return _load_chat(
-        artifact, EngineOptions(), [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
+        artifact, EngineOptions(), None, [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
     )
 
 
@@ -233,7 +236,7 @@ def test_a_service_takes_what_the_ports_of_its_decoder_take(
 ) -> None:
     edges = (TEXT, *(Edge(stage, "decoder", port) for port, stage in ports.items()))
     graph = StageGraph(nodes=(DECODER, EYE, EAR), edges=edges)
-    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None)
+    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None, takes_media=True)
     assert (info.has_image, info.has_video, info.has_audio_input) == has
     assert info.has_text and not info.has_speech and info.voices == ()
     assert _vision_encoder(graph, "decoder") == ("eye" if has[0] or has[1] else None)
@@ -574,7 +577,7 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
     def load_chat(
-        artifact: object, options: object, devices: object, on_failure: Any, *_: object
+        artifact: object, options: object, media: object, devices: object, on_failure: Any, *_: object
     ) -> tuple[None, None]:
         reports.append(on_failure)
         if when == "before":

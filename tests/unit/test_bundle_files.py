@@ -28,7 +28,7 @@ from mingc_command import mingc_here
 import mingc
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.file_cache import cache_folder
-from mingc.artifacts.manifest import Manifest, TargetRecord
+from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.packed_file import open_packed
 from mingc.bundles import deployment
 from mingc.bundles.comparison import diff
@@ -36,7 +36,7 @@ from mingc.bundles.deployment import deployment_files
 from mingc.bundles.oci import write_oci
 from mingc.bundles.packing import pack, partial_path
 from mingc.bundles.pruning import prune
-from mingc.bundles.sbom import _licence, all_extras, runtime_distributions, sbom
+from mingc.bundles.sbom import _licence, runtime_distributions, runtime_extras, sbom
 from mingc.bundles.signatures import generate_keys, sign_bundle, verify_signature
 from mingc.bundles.unpacking import STORE, unpack
 from mingc.cli import main as cli_main
@@ -429,40 +429,23 @@ def _wheelhouse(folder: Path, *names: str) -> Path:
     return folder
 
 
-def _for_two_targets(manifest: Manifest, backend: str) -> Manifest:
-    """With engines of `backend` for RTX cards beside those for a CPU."""
-    (stage,) = manifest.stages.values()
-    (graph,) = stage.graphs.values()
-    engine = replace(graph.engines[0], backend=backend, file="engines/rtx/encode.onnx")
-    stages = {"audio_encoder": replace(stage, graphs={"encode": replace(graph, engines=(engine,))})}
-    other = TargetRecord(
-        target="rtx:sm86,sm89",
-        device="cuda",
-        capability="8.6,8.9",
-        stages=stages,
-        parameters=manifest.parameters,
-    )
-    return replace(manifest, other_targets=(other,))
+def _for_cards(manifest: Manifest, backend: str) -> Manifest:
+    """With engines of `backend` for RTX cards."""
+    fingerprint = replace(manifest.fingerprint, target="rtx:sm86,sm89", device="cuda", capability="8.6,8.9")
+    return replace(_with_backend(manifest, backend), fingerprint=fingerprint)
 
 
-def test_each_target_has_a_containerfile_that_serves_it(
+def test_a_containerfile_installs_what_the_engines_need(
     manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's installed neither TensorRT nor a driver, and chose its target by the machine."""
     monkeypatch.setattr(deployment, "_licences", lambda extras: {})
-    both = _for_two_targets(manifest, "tensorrt")
+    cards = _for_cards(manifest, "tensorrt")
     python = "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64"
     wheels = _wheelhouse(tmp_path / "wheels", "mingc-0.1.0-py3-none-any", python)
-    made = deployment_files(both, wheels, None)
-    texts = {name: bytes(text).decode() for name, text in made.items() if "Containerfile" in name}  # type: ignore[arg-type]
-    assert {*texts} == {"Containerfile", "Containerfile.rtx-sm86-sm89"}
-    for name, target, extras, is_on_gpu in (
-        ("Containerfile", "cpu", "serve,sign", False),
-        ("Containerfile.rtx-sm86-sm89", "rtx:sm86,sm89", "serve,sign,tensorrt", True),
-    ):
-        text = texts[name]
-        assert f"-f bundle/{name} ." in text and f"'mingc[{extras}]'" in text
-        assert json.loads(text.rpartition("ENTRYPOINT ")[2])[-2:] == ["--target", target]
+    for given, extras, is_on_gpu in ((manifest, "serve,sign", False), (cards, "serve,sign,tensorrt", True)):
+        text = bytes(deployment_files(given, wheels, None)["Containerfile"]).decode()  # type: ignore[arg-type]
+        assert "-f bundle/Containerfile ." in text and f"'mingc[{extras}]'" in text
+        assert json.loads(text.rpartition("ENTRYPOINT ")[2])[-2:] == ["--host", "0.0.0.0"]
         assert ("driver's libraries come from the host" in text) == is_on_gpu
         assert ("put wheels of tensorrt-rtx" in text) == is_on_gpu, (
             "NVIDIA's licence keeps them out of the bundle"
@@ -470,11 +453,11 @@ def test_each_target_has_a_containerfile_that_serves_it(
         assert "ARG BASE=docker.io/library/python:3.12-slim\n" in text
     _wheelhouse(tmp_path / "licensed", "mingc-0.1.0-py3-none-any", python, "tensorrt_rtx-1.7-py3-none-any")
     with pytest.raises(ConfigError, match="wheels of tensorrt-rtx, which NVIDIA licenses"):
-        deployment_files(both, tmp_path / "licensed", None)
-    made = deployment_files(both, tmp_path / "licensed", None, takes_tensorrt=True)
-    assert b"put wheels" not in bytes(made["Containerfile.rtx-sm86-sm89"])  # type: ignore[arg-type]
+        deployment_files(cards, tmp_path / "licensed", None)
+    made = deployment_files(cards, tmp_path / "licensed", None, takes_tensorrt=True)
+    assert b"put wheels" not in bytes(made["Containerfile"])  # type: ignore[arg-type]
     alone = bytes(deployment_files(manifest, wheels, None)["Containerfile"])  # type: ignore[arg-type]
-    assert b"--target" not in alone and b"put wheels" not in alone
+    assert b"put wheels" not in alone
     bare = bytes(deployment_files(manifest, None, None)["Containerfile"])  # type: ignore[arg-type]
     assert b"# Before that put wheels of 'mingc[serve,sign]'" in bare
 
@@ -490,10 +473,10 @@ def test_wheels_that_cannot_run_the_engines_are_refused(
     cpu = _wheelhouse(tmp_path / "cpu", own, "torch-2.13.0+cpu-cp311-cp311-linux_x86_64")
     assert deployment_files(manifest, cpu, None)
     with pytest.raises(ConfigError, match="rtx:sm86,sm89 needs one for CUDA"):
-        deployment_files(_for_two_targets(manifest, "tensorrt"), cpu, None)
+        deployment_files(_for_cards(manifest, "tensorrt"), cpu, None)
     name = "torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64"
     both = _wheelhouse(tmp_path / "both", own, "torch-2.13.0+cpu-cp311-cp311-linux_x86_64", name)
-    assert deployment_files(_for_two_targets(manifest, "aoti"), both, None), "one of them is for CUDA"
+    assert deployment_files(_for_cards(manifest, "aoti"), both, None), "one of them is for CUDA"
     with pytest.raises(ConfigError, match="has no wheel of onnxruntime\n") as raised:
         deployment_files(_with_backend(manifest, "onnx"), cpu, None)
     assert "[serve,sign,onnx]" in str(raised.value.fix)
@@ -507,24 +490,15 @@ def test_the_sbom_lists_the_library_that_runs_the_engines(manifest: Manifest) ->
 
 
 @pytest.mark.parametrize(
-    ("here", "elsewhere", "extras"),
-    [
-        ("aoti", "aoti", ()),
-        ("onnx", "aoti", ("onnx",)),
-        ("aoti", "onnx", ("onnx-gpu",)),
-        ("onnx", "onnx", ("onnx", "onnx-gpu")),
-        ("onnx", "tensorrt", ("onnx", "tensorrt")),
-    ],
+    ("backend", "on_cpu", "on_gpu"),
+    [("aoti", (), ()), ("onnx", ("onnx",), ("onnx-gpu",)), ("tensorrt", (), ("tensorrt",))],
 )
 def test_a_library_has_an_extra_for_each_device(
-    here: str, elsewhere: str, extras: tuple[str, ...], manifest: Manifest
+    backend: str, on_cpu: tuple[str, ...], on_gpu: tuple[str, ...], manifest: Manifest
 ) -> None:
-    """The other target is a GPU."""
-    assert all_extras(_for_two_targets(_with_backend(manifest, here), elsewhere)) == (
-        "serve",
-        "sign",
-        *extras,
-    )
+    base = ("serve", "sign")
+    assert runtime_extras(_with_backend(manifest, backend)) == (*base, *on_cpu)
+    assert runtime_extras(_for_cards(manifest, backend)) == (*base, *on_gpu)
 
 
 def _with_backend(manifest: Manifest, backend: str) -> Manifest:
@@ -683,10 +657,10 @@ def test_the_base_image_has_the_python_of_torchs_wheel(
     names: tuple[str, ...] | None, python: str | None, manifest: Manifest, tmp_path: Path
 ) -> None:
     wheels = None if names is None else _wheelhouse(tmp_path / "wheels", *names)
-    text = deployment._containerfile("Containerfile", manifest, wheels, is_only=True)
+    text = deployment._containerfile(manifest, wheels)
     assert f"docker.io/library/python:{python or '3.11'}-slim" in text
-    assert (python or "3.11 or newer") in text and "--target" not in text
+    assert (python or "3.11 or newer") in text
     assert "the CUDA driver's libraries" not in text
     cuda = replace(manifest, fingerprint=replace(manifest.fingerprint, device="cuda", target="cuda"))
-    text = deployment._containerfile("Containerfile.cuda", cuda, wheels, is_only=False)
-    assert "the CUDA driver's libraries come from the host" in text and '"--target", "cuda"' in text
+    text = deployment._containerfile(cuda, wheels)
+    assert "the CUDA driver's libraries come from the host" in text

@@ -33,8 +33,11 @@ from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, Wor
 from mingc.export import checkpoint_writer, pipeline
 from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.options import MediaOptions
 from mingc.plan import Load
 from mingc.probe import baseline, engine_trial, prober
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.http import logs, server
@@ -145,7 +148,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
     opened: list[EngineOptions] = []
     bind = server.bind_socket
 
-    def open_service(artifact: Path, options: EngineOptions, clock: object) -> None:
+    def open_service(artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder) -> None:
         opened.append(options)
         raise WorkerError("far enough")
 
@@ -180,8 +183,6 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--speech-lead", "0"], "speech_lead", 0),
         (["--speech-lead", "7"], "speech_lead", 7),
         (["--step-timeout", "7"], "step_timeout_s", 7.0),
-        (["--max-media-memory", str(1 << 30)], "max_media_memory", 1 << 30),
-        (["--media-decode-timeout", "3"], "media_decode_timeout_s", 3.0),
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_names", ("a", "b")),
         (["--parse-special-tokens"], "parse_special_tokens", True),
         (["--no-check-hashes"], "check_hashes", False),
@@ -196,10 +197,29 @@ def test_serve_opens_the_artifact_with_its_options(
     assert getattr(options_of(*words), name) == value
 
 
+def test_serve_decodes_media_within_its_options(
+    options_of: Callable[..., EngineOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[tuple[MediaOptions, int]] = []
+
+    def from_options(options: MediaOptions, *, num_prepared: int) -> None:
+        pools.append((options, num_prepared))
+
+    monkeypatch.setattr(DecoderPool, "from_options", from_options)
+    threads = options_of(
+        "--max-media-memory", str(1 << 30), "--media-decode-timeout", "3"
+    ).num_preprocess_threads
+    assert pools == [(MediaOptions(max_media_memory=1 << 30, media_decode_timeout_s=3.0), threads)]
+    for words in (["--max-media-memory", "0"], ["--media-decode-timeout", "inf"]):
+        assert run("serve", "x", *words) == 2
+
+
 def test_a_port_in_use_is_reported_before_the_artifact_is_opened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder, "open_service", lambda *_: pytest.fail("loaded before the port was bound"))
+    monkeypatch.setattr(
+        builder, "open_service", lambda *_, **__: pytest.fail("loaded before the port was bound")
+    )
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert run("serve", "x", "--port", str(taken.getsockname()[1])) == 2
@@ -348,7 +368,6 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "checkpoint": ([], Path("x")),
     "output": ([], Path("y")),
     "target": (["--target", "cuda"], "cuda"),
-    "other_targets": (["--target", "cpu", "--target", "cuda"], ("cuda",)),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "world_size": (["--tp", "4"], 4),
     "stages": (["--stages", "cfm, talker"], ("cfm", "talker")),
@@ -364,7 +383,6 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "quantize": (["--quantize", "cfm=fp8", "--quantize", "thinker=int4"], ("cfm=fp8", "thinker=int4")),
     "autotune": (["--no-autotune"], False),
     "backend": (["--backend", "aoti", "--backend", "aoti:cfm"], ("aoti", "aoti:cfm")),
-    "keep_all": (["--backend", "auto", "--keep-all"], True),
 }
 
 
@@ -382,7 +400,7 @@ def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[s
         changed = {
             each.name for each in fields(usual) if getattr(usual, each.name) != getattr(recipe, each.name)
         }
-        assert changed == {name} | ({"backend"} if name == "keep_all" else set())
+        assert changed == {name}
 
 
 @pytest.mark.parametrize(
@@ -482,7 +500,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
         listeners.append(bind(host, port))
         return listeners[-1]
 
-    def check_service(given: object, artifact: Path, target: str | None) -> ServiceReport:
+    def check_service(given: object, artifact: Path) -> ServiceReport:
         checked.append((given, artifact))
         return ServiceReport(
             passed=passes, checked=5, failed=int(not passes), worst_error=0.0, comparisons=()
@@ -494,7 +512,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
         return True
 
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(builder, "open_service", lambda *_: service)
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(server, "bind_socket", bind_socket)
     monkeypatch.setattr(served_verification, "check_service", check_service)
     monkeypatch.setattr(server, "create_app", lambda given, *_: given)
@@ -527,7 +545,7 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
         return in_order
 
     monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
-    monkeypatch.setattr(builder, "open_service", lambda *_: service)
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
     monkeypatch.setattr(server, "create_app", lambda given, http, keys: given)
     monkeypatch.setattr(server, "serve", serve)
@@ -551,7 +569,7 @@ def test_a_signature_is_asked_for_before_anything_is_loaded(
 
     monkeypatch.setattr(signatures, "require_signature", require_signature)
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(builder, "open_service", lambda *_: pytest.fail("loaded before the signature"))
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: pytest.fail("loaded before the signature"))
     assert run("serve", "x", "--port", "0", "--require-signature", "key.pub") == 1
     assert asked == [(Path("x"), "key.pub")] and "signed with another key" in capsys.readouterr().err
     assert run("serve", "x", "--port", "0", "--require-signature", "key.pub", "--no-check-hashes") == 2

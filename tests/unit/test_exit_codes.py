@@ -117,10 +117,13 @@ class Slow(FakeService):
         while sys.argv[1] == "0":
             await asyncio.sleep(1)
 
+def make_options(given):
+    return make_dataclass("EngineOptions", given)(**given)
+
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
 options = sys.modules["mingc.runtime.service.options"] = types.ModuleType("options")
-options.EngineOptions = lambda **given: make_dataclass("EngineOptions", given)(**given)
-builder.open_service = lambda *_: Slow()
+options.EngineOptions = lambda **given: make_options({"num_preprocess_threads": 2, **given})
+builder.open_service = lambda *_, media: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])

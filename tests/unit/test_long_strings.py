@@ -13,7 +13,7 @@ import pytest
 from fake_service import INFO
 
 from mingc.errors import RequestError
-from mingc.runtime.request import MediaPart
+from mingc.prompts.conversation import MediaPart
 from mingc.server.http import body_decoder, long_strings
 from mingc.server.http.body_decoder import MAX_DECODED_BYTES
 from mingc.server.http.long_strings import (

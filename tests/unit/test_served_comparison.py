@@ -14,6 +14,7 @@ import pytest
 
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import ArtifactError, WorkerError
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
 from mingc.runtime.service.options import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
@@ -86,9 +87,11 @@ def answers(case: ServedCase) -> Served:
         audio_patches=3 if case in (SPOKEN, SPEECH) else 0,
     )
     if case.messages:
-        served.tokens, served.logits = list(TOKENS), list(LOGITS[:3])
+        served.tokens = list(TOKENS)
+        served.recorder.logits.extend(LOGITS[:3])
     if usage.audio_patches:
-        served.latents, served.stop = list(LATENTS), STOP.tolist()
+        served.recorder.latents.extend(LATENTS)
+        served.recorder.stop_probabilities.extend(STOP.tolist())
         served.samples = np.split(SAMPLES, 3)
     served.done = Done(finish_reason="length", usage=usage)
     return served
@@ -114,18 +117,22 @@ class RightService:
         )
         return SimpleNamespace(tokens=tokens, media=SimpleNamespace(vision=(), audio=()))
 
-    async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
+    async def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncGenerator[Event]:
         self.held["requests"] += 1
         try:
             served = answers(case)
-            for token, logits in zip(served.tokens, served.logits, strict=True):
+            if recorder is not None:
+                recorder.logits.extend(served.recorder.logits)
+                recorder.latents.extend(served.recorder.latents)
+                recorder.stop_probabilities.extend(served.recorder.stop_probabilities)
+            for token in served.tokens:
                 await asyncio.sleep(0)
-                yield TextDelta(text="x", token=token, logits=logits)
+                yield TextDelta(text="x", token=token)
             if case.messages:
                 yield TextDone(finish_reason="length")
-            for latents, stop, samples in zip(served.latents, served.stop, served.samples, strict=True):
+            for samples in served.samples:
                 await asyncio.sleep(0)
-                yield AudioDelta(samples=samples, latents=latents, stop_probability=stop)
+                yield AudioDelta(samples=samples)
             assert served.done is not None
             yield served.done
         finally:
@@ -136,12 +143,14 @@ class RightService:
     ) -> Any:
         prepare()
         self.asked.append(("answer", {"sampling": sampling, "speech": speech, **options}))
-        async for event in self._events(CHAT if speech is None else SPOKEN):
+        async for event in self._events(CHAT if speech is None else SPOKEN, options.get("recorder")):
             yield event
 
     async def speech(self, request: Any, **options: Any) -> Any:
         self.asked.append(("speech", {"request": request, **options}))
-        async for event in self._events(SILENT if request.text == SILENT.text else SPEECH):
+        async for event in self._events(
+            SILENT if request.text == SILENT.text else SPEECH, options.get("recorder")
+        ):
             yield event
 
     def forget_caches(self) -> None:
@@ -216,7 +225,7 @@ def test_requests_are_asked_for_as_they_were_recorded() -> None:
     asyncio.run(run.run())
     service: Any = run._service
     chat, spoken, speech = service.asked[1:4]
-    assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["records_logits"]
+    assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["recorder"]
     assert spoken[1]["speech"].max_steps == 2
     noise = tensors()["spoken.noise"]
     for asked in (spoken, speech):
@@ -252,31 +261,41 @@ def done(**changes: Any) -> Callable[[Served], None]:
     return change
 
 
+def record(**values: list[Any]) -> Callable[[Served], None]:
+    """Replace values of the recorder."""
+
+    def change(served: Served) -> None:
+        served.recorder = replace(served.recorder, **values)
+
+    return change
+
+
 def other_column(served: Served) -> None:
-    served.logits = [LOGITS[0], LOGITS[1].copy(), LOGITS[2]]
-    served.logits[1][2] += 0.01
+    served.recorder.logits[1] = LOGITS[1].copy()
+    served.recorder.logits[1][2] += 0.01
 
 
 def other_latent(served: Served) -> None:
-    served.latents = [LATENTS[0], LATENTS[1] + 0.01, LATENTS[2]]
+    served.recorder.latents[1] = LATENTS[1] + 0.01
 
 
 def one_patch_less(served: Served) -> None:
-    served.latents, served.stop, served.samples = served.latents[:2], served.stop[:2], served.samples[:2]
+    for values in (served.recorder.latents, served.recorder.stop_probabilities, served.samples):
+        del values[2:]
 
 
 CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
     "another token": (CHAT, put("tokens", [7, 8, 6]), {"chat.tokens"}),
     "a token less": (CHAT, put("tokens", [7, 8]), {"chat.tokens", "chat.usage"}),
     "other logits": (CHAT, other_column, {"chat.logits"}),
-    "logits of another step": (CHAT, put("logits", list(LOGITS[1:])), {"chat.logits"}),
+    "logits of another step": (CHAT, record(logits=list(LOGITS[1:])), {"chat.logits"}),
     "completion tokens": (CHAT, usage(completion_tokens=4), {"chat.usage"}),
     "prompt tokens": (CHAT, usage(prompt_tokens=3), {"chat.usage"}),
     "no end": (CHAT, put("done", None), {"chat.usage", "chat.finish"}),
     "another reason": (CHAT, done(finish_reason="stop"), {"chat.finish"}),
     "an error": (CHAT, put("error", WorkerError("broken")), {"chat (alone)"}),
     "latents": (SPEECH, other_latent, {"speech.latents"}),
-    "stop": (SPEECH, put("stop", [0.1, 0.3, 0.9]), {"speech.stop"}),
+    "stop": (SPEECH, record(stop_probabilities=[0.1, 0.3, 0.9]), {"speech.stop"}),
     "a sample": (
         SPEECH,
         put(
@@ -290,8 +309,9 @@ CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
         {"speech.patches", "speech.latents", "speech.stop", "speech.samples", "speech.speech"},
     ),
     "patches of the usage": (SPEECH, usage(audio_patches=2), {"speech.patches"}),
-    "no patch": (SPEECH, put("latents", []), {"speech.patches", "speech.speech"}),
-    "words of a silent text": (SILENT, put("latents", [LATENTS[0]]), {"silent.patches"}),
+    "no patch": (SPEECH, put("samples", []), {"speech.patches", "speech.speech"}),
+    "no recorded patch": (SPEECH, record(latents=[]), {"speech.patches", "speech.speech"}),
+    "words of a silent text": (SILENT, put("samples", [SAMPLES[:PATCH]]), {"silent.patches"}),
     "speech of a chat": (SPOKEN, other_latent, {"spoken.latents"}),
 }
 
@@ -380,7 +400,8 @@ def test_steps_after_the_first_other_token_do_not_count(tokens: list[int], near:
     """The step that gave the first other token had the same past, so its logits are compared as well."""
     run, log = make(CHAT, is_exact=False, tolerance=0.1)
     served = answers(CHAT)
-    served.tokens, served.logits = tokens, list(LOGITS[: max(len(tokens), 2)][:3])
+    served.tokens = tokens
+    del served.recorder.logits[max(len(tokens), 2) :]
     served.done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=len(tokens)))
     run._compare(CHAT, served, "alone")
     assert failed(log) == []
@@ -417,7 +438,7 @@ def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int],
     [
         (lambda served: None, 3, FIGURES),
         (other_latent, 3, FIGURES),  # within 0.1
-        (lambda served: served.latents.__setitem__(1, LATENTS[1] + 9), 1, 0),
+        (lambda served: served.recorder.latents.__setitem__(1, LATENTS[1] + 9), 1, 0),
         (one_patch_less, 2, 0),
     ],
 )
@@ -446,10 +467,10 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
     assert MIN_SHARE_LOW_PRECISION == 0.5
 
     class Service(RightService):
-        async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
-            async for event in super()._events(case):
-                if wrong and isinstance(event, TextDelta) and event.logits is not None:
-                    event = replace(event, logits=-event.logits)
+        async def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncGenerator[Event]:
+            async for event in super()._events(case, recorder):
+                if wrong and isinstance(event, TextDone) and recorder is not None:
+                    recorder.logits[:] = [-each for each in recorder.logits]
                 yield event
 
     run, log = make(CHAT, is_exact=False, tolerance=0.1)
@@ -604,7 +625,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     monkeypatch.setattr(verification, "open_service", open_service)
     monkeypatch.setattr(verification, "_read", lambda artifact: goldens(CHAT, SPEECH))
     monkeypatch.setattr(verification, "open_artifact", lambda root: ARTIFACT)
-    monkeypatch.setattr(verification, "with_target", lambda artifact, host_of, target: artifact)
+    monkeypatch.setattr(verification, "check_fingerprint", lambda recorded, here: None)
     yield services
 
 

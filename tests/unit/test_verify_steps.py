@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.manifest import EngineRecord, Manifest, Parity, TargetRecord
+from mingc.artifacts.manifest import Manifest, Parity
 from mingc.errors import ArtifactError, ConfigError
 from mingc.host.machine import Host
-from mingc.runtime.engines import choice
+from mingc.runtime.engines import backends
 from mingc.verify import self_check, verification
 from mingc.verify.comparison import Comparison, FileSummary, Outcome
 from mingc.verify.comparison_log import ComparisonLog
@@ -34,48 +34,24 @@ def result(name: str, *outcomes: Outcome, checked: int, names: tuple[str, ...] =
 
 
 @pytest.fixture
-def two_backends(manifest: Manifest) -> Manifest:
-    """Engines of AOTInductor and ONNX Runtime for a CPU, and of AOTInductor for a GPU that is not there."""
-    stage = manifest.stages["audio_encoder"]
-    graph = replace(
-        stage.graphs["encode"],
-        engines=tuple(
-            EngineRecord(backend=backend, file=f"engines/{backend}", dims=None, compile_seconds=0.0)
-            for backend in ("aoti", "onnx")
-        ),
-        backend_parity={
-            "aoti": Parity(compiled=1e-6, eager=0.0),
-            "onnx": Parity(compiled=1e-3, eager=0.0),
-        },
-        parity=Parity(compiled=1e-6, eager=0.0),
-    )
-    own = {"audio_encoder": replace(stage, graphs={"encode": graph})}
-    gpu = TargetRecord(
-        target="cuda", device="cuda", capability="9.0", stages=manifest.stages, parameters=manifest.parameters
-    )
-    return replace(manifest, stages=own, other_targets=(gpu,))
-
-
-@pytest.fixture
-def calls(two_backends: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is called in order: hashes, replays and the backends of the artifact that they have."""
+def calls(manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is called in order: hashes and replays."""
     noted: list[Any] = []
-    artifact = Artifact(root=tmp_path / "artifact", manifest=two_backends)
-
-    def backends(given: Artifact) -> tuple[str, ...]:
-        assert given.manifest.fingerprint.target == "cpu"
-        return given.manifest.stages["audio_encoder"].graphs["encode"].backends
+    artifact = Artifact(root=tmp_path / "artifact", manifest=manifest)
 
     def checked(given: Artifact, progress: Callable[[str], None]) -> list[Any]:
-        noted.append(("self-check", backends(given)))
+        assert given is artifact
+        noted.append("self-check")
         return [result("encode", "pass", "FAIL", "not checked", checked=20)]
 
-    def served(given: Artifact, engines: tuple[str, ...], progress: Callable[[str], None]) -> list[Any]:
-        noted.append(("served", backends(given), engines))
+    def served(given: Artifact, progress: Callable[[str], None]) -> list[Any]:
+        assert given is artifact
+        noted.append("served")
         return [result("requests", "expected difference", "FAIL", "expected difference", checked=300)]
 
     def compared(given: Artifact, folder: Path, progress: Callable[[str], None]) -> list[Any]:
-        noted.append(("reference", backends(given), folder))
+        assert given is artifact
+        noted.append(("reference", folder))
         return [result("vae", "expected difference", checked=4000, names=("vae: inner",))]
 
     def host(device: str) -> Host:
@@ -87,25 +63,15 @@ def calls(two_backends: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(verification, "_self_check", checked)
     monkeypatch.setattr(verification, "_replay_served", served)
     monkeypatch.setattr(verification, "_replay_reference", compared)
-    monkeypatch.setattr(choice, "unavailable", lambda backend, device: None)
     return noted
 
 
 def test_a_report_counts_what_its_files_and_comparisons_say(
-    calls: list[Any], two_backends: Manifest, tmp_path: Path
+    calls: list[Any], manifest: Manifest, tmp_path: Path
 ) -> None:
     (tmp_path / "vae.safetensors").touch()
     report = verify(Path("given"), reference=tmp_path, progress=calls.append)
-    both = ("aoti", "onnx")
-    assert calls == [
-        "hashes",
-        "hashed",
-        ("self-check", both),
-        ("served", both[:1], ()),
-        ("reference", both[:1], tmp_path),
-    ]
-    (gpu,) = report.not_replayed
-    assert gpu.startswith("engines for cuda: ")
+    assert calls == ["hashes", "hashed", "self-check", "served", ("reference", tmp_path)]
     encode: Any = result("encode", "pass", "FAIL", "not checked", checked=20)
     requests: Any = result("requests", "expected difference", "FAIL", "expected difference", checked=300)
     vae: Any = result("vae", "expected difference", checked=4000, names=("vae: inner",))
@@ -115,83 +81,65 @@ def test_a_report_counts_what_its_files_and_comparisons_say(
         checked=4320,
         failed=2,
         expected_differences=3,
-        files_hashed=len(two_backends.files),
+        files_hashed=len(manifest.files),
         files=(encode[0], requests[0], vae[0]),
         comparisons=(*encode[1], *requests[1], *vae[1]),
-        not_replayed=(gpu,),
         not_engine_outputs=("vae: inner",),
     )
 
 
-def test_engines_that_are_asked_for_are_the_only_ones_replayed(calls: list[Any]) -> None:
-    verify(Path("given"), engines=["audio_encoder=onnx"])
-    asked = ("audio_encoder=onnx",)
-    assert calls == ["hashed", ("self-check", ("onnx",)), ("served", ("onnx",), asked)]
-
-
-def test_wrong_words_are_refused_before_the_files_are_read(calls: list[Any], tmp_path: Path) -> None:
-    for wrong in ({"engines": ["onnx"]}, {"reference": tmp_path}):
-        with pytest.raises(ConfigError):
-            verify(Path("given"), **wrong)  # type: ignore[arg-type]
+def test_a_wrong_reference_is_refused_before_the_files_are_read(calls: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        verify(Path("given"), reference=tmp_path)
     assert calls == []
-    with pytest.raises(ConfigError, match="painter"):
-        verify(Path("given"), engines=["painter=onnx"])
-    with pytest.raises(ConfigError, match="tpu"):
-        verify(Path("given"), target="tpu")
 
 
-def test_every_backend_must_be_there_unless_engines_are_named(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lacks = {"onnx": ("not there", "install it")}
-    monkeypatch.setattr(choice, "unavailable", lambda backend, device: lacks.get(backend))
-    with pytest.raises(ArtifactError, match="need backend onnx: not there") as caught:
+def test_every_backend_must_be_there(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "unavailable", lambda backend, device: ("not there", "install it"))
+    with pytest.raises(ArtifactError, match="need backend aoti: not there") as caught:
         verify(Path("given"))
-    assert caught.value.where == "given" and calls == ["hashed"]
-    verify(Path("given"), engines=["audio_encoder=aoti"])
-    assert calls[2:] == [("self-check", ("aoti",)), ("served", ("aoti",), ("audio_encoder=aoti",))]
+    assert caught.value.fix == "install it" and calls == ["hashed"]
 
 
-def test_the_engines_of_each_backend_have_their_own_tolerance(
-    two_backends: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_tolerance_of_an_engine_follows_its_parity(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared: list[tuple[str, str, float]] = []
+    compared: list[tuple[str, float]] = []
 
     def replay(artifact: Any, record: Any, view: Any, *, name: str, tolerance: float) -> ComparisonLog:
-        compared.append((name, view.backends[0], tolerance))
+        compared.append((name, tolerance))
         return ComparisonLog(name, {}, tolerance=tolerance, is_exact=False)
 
     monkeypatch.setattr(self_check, "replay", replay)
     steps: list[str] = []
-    results = verification._self_check(Artifact(root=tmp_path, manifest=two_backends), steps.append)
-    names = ["audio_encoder.encode", "audio_encoder.encode (onnx)"]
-    assert compared == [(names[0], "aoti", compared[0][2]), (names[1], "onnx", 2e-3)]
-    assert compared[0][2] < 2e-3 and steps == names
+    stage = manifest.stages["audio_encoder"]
+    poor = replace(stage.graphs["encode"], parity=Parity(compiled=1e-3, eager=0.0))
+    changed = replace(manifest, stages={"audio_encoder": replace(stage, graphs={"encode": poor})})
+    results = verification._self_check(Artifact(root=tmp_path, manifest=changed), steps.append)
+    assert compared == [("audio_encoder.encode", 2e-3)] and steps == ["audio_encoder.encode"]
     assert [(summary.file, summary.note) for summary, _, _ in results] == [
-        (each, "self-check") for each in names
+        ("audio_encoder.encode", "self-check")
     ]
-    graph = two_backends.stages["audio_encoder"].graphs["encode"]
-    rough = replace(graph, parity=Parity(compiled=0.5, eager=0.0))
+    rough = replace(poor, parity=Parity(compiled=0.5, eager=0.0))
     assert engine_tolerance(rough, "float32") == engine_tolerance(rough, "bfloat16") == 1.0
 
 
 def test_recorded_requests_come_with_the_parameters_they_are_compared_with(
-    two_backends: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mingc.verify.served import verification as served
 
-    def replay_served(artifact: Any, progress: Any, engines: tuple[str, ...]) -> list[ComparisonLog]:
+    def replay_served(artifact: Any, progress: Any) -> list[ComparisonLog]:
         progress("served")
-        assert engines == ("cfm=onnx",)
         return [ComparisonLog(each, {}, tolerance=1.0, is_exact=False) for each in ("first", "a", "b")]
 
     monkeypatch.setattr(served, "replay_served", replay_served)
-    artifact = Artifact(root=tmp_path, manifest=two_backends)
+    artifact = Artifact(root=tmp_path, manifest=manifest)
     steps: list[str] = []
-    ((summary, (row,), _),) = verification._replay_served(artifact, ("cfm=onnx",), steps.append)
+    ((summary, (row,), _),) = verification._replay_served(artifact, steps.append)
     assert (summary.checked, summary.failed, row.outcome, steps) == (1, 1, "FAIL", []), "nothing says why not"
-    with_requests = replace(artifact, manifest=replace(two_backends, served_goldens="goldens/served"))
-    found = verification._replay_served(with_requests, ("cfm=onnx",), steps.append)
+    with_requests = replace(artifact, manifest=replace(manifest, served_goldens="goldens/served"))
+    found = verification._replay_served(with_requests, steps.append)
     requests = "requests through the service"
     assert steps == ["served"] and [(summary.file, summary.note) for summary, _, _ in found] == [
         ("first", "those of the recorded requests"),

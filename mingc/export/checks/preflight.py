@@ -22,28 +22,25 @@ _QUANTIZED_BYTES = {"fp8": 1.0, "int4": 0.5}
 _ENGINE_BYTES = 1 << 20  # of a compiled engine; those of the tiny checkpoint take 3 MiB and more
 
 
-def resolve_targets(targets: Sequence[str]) -> tuple[str, ...]:
-    """`targets` with `cuda` for each `cuda:smNN`, which names the GPU that must be in this machine.
+def resolve_target(target: str) -> str:
+    """`cuda` for `cuda:smNN`, which names the GPU that must be in this machine; any other target unchanged.
 
     Raises: ConfigError when the name is invalid, or this machine has another GPU. `check_host` handles a missing GPU.
     """
-    found = []
-    for target in targets:
-        try:
-            wanted = cuda_capability(target)
-        except ValueError as error:
-            raise ConfigError(
-                f"--target {target}: {error}", where="mingc export", fix="see mingc export --help"
-            ) from error
-        if wanted is not None and torch.cuda.is_available() and (here := gpu().capability) != wanted:
-            raise ConfigError(
-                f"the GPU here is {sm_name(here)} ({gpu().name}); CUDA engines are compiled and checked on the GPU "
-                "that they are for",
-                where=f"--target {target}",
-                fix=f"export on a machine with {sm_name(wanted)}, or pass --target cuda for this GPU",
-            )
-        found.append(target if wanted is None else "cuda")
-    return tuple(found)
+    try:
+        wanted = cuda_capability(target)
+    except ValueError as error:
+        raise ConfigError(
+            f"--target {target}: {error}", where="mingc export", fix="see mingc export --help"
+        ) from error
+    if wanted is not None and torch.cuda.is_available() and (here := gpu().capability) != wanted:
+        raise ConfigError(
+            f"the GPU here is {sm_name(here)} ({gpu().name}); CUDA engines are compiled and checked on the GPU "
+            "that they are for",
+            where=f"--target {target}",
+            fix=f"export on a machine with {sm_name(wanted)}, or pass --target cuda for this GPU",
+        )
+    return target if wanted is None else "cuda"
 
 
 def check_host(recipe: ExportRecipe) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends import find_backend
 from mingc.export.compile.capture import capture, share_weights
 from mingc.export.compile.engine_cache import trim
+from mingc.export.compile.fastest import distinct_sizes
 from mingc.export.cost.graph_cost import count_cost
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
@@ -85,11 +86,10 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphTask:
-    """One graph to build, or to compile with `backend`.
+    """One graph to compile with `backend` and to check.
 
     `folder` is the artifact under construction; `weights` one file per rank, relative to it; `kernel_configs` are the
-    timed configurations of the stage's kernels. `subfolder` of `engines` and `goldens` receives the files; empty: these
-    folders themselves.
+    timed configurations of the stage's kernels.
     """
 
     recipe: ExportRecipe
@@ -99,11 +99,6 @@ class GraphTask:
     weights: tuple[str, ...]
     kernel_configs: tuple[TunedKernel, ...] = ()
     backend: str = BACKEND
-    subfolder: str = ""
-
-    def file(self, folder: str, name: str) -> str:
-        """Path of a file of the task in `engines` or `goldens`, relative to the artifact."""
-        return f"{folder}/{self.subfolder}/{name}" if self.subfolder else f"{folder}/{name}"
 
     @property
     def name(self) -> str:
@@ -188,7 +183,7 @@ def check_graph(
     plan = _find_plan(stage, config, shard, options, task.graph)
     module = _load(task, stage, config, shard, plan).to(options.device)
     plan = share_weights(plan, module)
-    golden = task.file("goldens", f"{task.name}.safetensors")
+    golden = f"goldens/{task.name}.safetensors"
     recorded, parity = _check(task, plan, stage, config, checkpoint, module, engines, options, replay)
     if writes_golden:
         save_file(recorded, task.folder / golden)
@@ -214,8 +209,10 @@ def _library_errors(problem: str, where: str) -> Iterator[None]:
 
 
 @gives_memory_back()
-def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str, tuple[EngineTiming, ...]]:
-    """Time the engines of all backends alternately, at each of their sizes. Nothing else may run meanwhile.
+def time_graph(
+    task: GraphTask, records: Sequence[GraphRecord], timer: Timer
+) -> tuple[str, tuple[EngineTiming, ...]]:
+    """Time the engines of a graph, one record per backend, alternately at each size. Nothing else may run.
 
     Returns the name of the device and the timings.
 
@@ -224,17 +221,17 @@ def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str,
     stage = find(task.stage)
     shard, options = first_shard(stage, task.recipe), stage_options(task.recipe)
     plan = _find_plan(stage, stage.config(open_source(task.recipe)), shard, options, task.graph)
+    spec, built = records[0].spec, [engine for record in records for engine in record.engines]
     device, timings = "", []
-    for dims in _distinct(engine.dims for engine in record.engines):
-        engines = [each for each in record.engines if each.dims == dims]
+    for dims in distinct_sizes(built):
+        engines = [each for each in built if each.dims == dims]
         # Dims without buckets have the sizes at which the golden is taken.
-        sizes = [
-            {**plan.check_dims, **each} for each in (record.spec.bucket_sizes() if dims is None else [dims])
-        ]
-        with _library_errors(f"the engine of {' or '.join(record.backends)} does not run", task.name):
+        sizes = [{**plan.check_dims, **each} for each in (spec.bucket_sizes() if dims is None else [dims])]
+        backends = " or ".join(dict.fromkeys(each.backend for each in engines))
+        with _library_errors(f"the engine of {backends} does not run", task.name):
             device, samples = timer(
                 [(each.backend, task.folder / each.file) for each in engines],
-                record.spec,
+                spec,
                 task.folder / task.weights[0],
                 [plan.example(each, torch.Generator().manual_seed(1)) for each in sizes],
                 options.device,
@@ -250,14 +247,6 @@ def time_graph(task: GraphTask, record: GraphRecord, timer: Timer) -> tuple[str,
             for engine, seconds in zip(engines, of_size, strict=True)
         ]
     return device, tuple(timings)
-
-
-def _distinct(items: Iterable[dict[str, int] | None]) -> list[dict[str, int] | None]:
-    found: list[dict[str, int] | None] = []
-    for item in items:
-        if item not in found:
-            found.append(item)
-    return found
 
 
 def early_refusals(
@@ -365,7 +354,7 @@ def _compile(
     options: StageOptions,
 ) -> EngineRecord:
     backend = find_backend(task.backend).for_graph(plan, static_shapes, task.recipe.target)
-    file = task.file("engines", f"{engine_label(task.name, static_shapes)}{_suffix(task, backend)}")
+    file = f"engines/{engine_label(task.name, static_shapes)}{_suffix(task, backend)}"
     program = trace_graph(backend, plan, module, stage=task.stage, sizes=static_shapes, device=options.device)
     with _library_errors(f"{backend.name} does not compile the graph", task.name):
         seconds = backend.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from mingc.export.compile.build import (
     measure_quantization_error,
     time_graph,
 )
-from mingc.export.compile.choice import choose_fastest, join_backends, size_order
+from mingc.export.compile.fastest import choose_fastest, size_order
 from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
@@ -72,14 +72,11 @@ class Schedule:
         compile_costs: Mapping[str, int] = MappingProxyType({}),
         timer: Timer | None = None,
         refused: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
-        subfolder: str = "",
     ) -> None:
         """Plan the work.
 
         Args:
             refused: reasons of backends that cannot build a graph, by graph and backend; they are not tried.
-            subfolder: of engines and goldens of a target other than the first; weights files and quantization error of
-                the first target are reused. Empty: the first target.
         """
         self._timer = timer
         self._recipe, self._folder, self._replay = recipe, folder, replay
@@ -93,7 +90,6 @@ class Schedule:
                 folder=folder,
                 weights=self._paths[stage],
                 kernel_configs=kernel_configs.get(stage, ()),
-                subfolder=subfolder,
             )
             for stage, graphs in sizes.items()
             for graph in graphs
@@ -114,15 +110,12 @@ class Schedule:
             for static_shapes in sizes[task.stage][task.graph]
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        to_write = [] if subfolder else [file for each in files.values() for file in each[1:]]
-        self._to_write = deque(to_write)  # until it is whole
+        self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
-        self._to_time: list[tuple[GraphTask, GraphRecord]] = []
+        self._to_time: list[GraphTask] = []
         self._to_compare = [
-            stage
-            for stage in sizes
-            if recipe.quantization(stage) is not None and not recipe.synthetic and not subfolder
+            stage for stage in sizes if recipe.quantization(stage) is not None and not recipe.synthetic
         ]
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
@@ -144,8 +137,8 @@ class Schedule:
                 for future in [each for each in self._running if each in finished]:
                     self._running.pop(future)(future)
                 self._fill(pool)
-            for task, record in self._to_time:
-                self._time(pool, task, record)
+            for task in self._to_time:
+                self._time(pool, task)
 
     def _fill(self, pool: WorkerPool) -> None:
         # No more than there are processes, so that a check need not queue behind compiles.
@@ -273,58 +266,52 @@ class Schedule:
             return
         self._step("check", task.name, time.perf_counter() - self._check_started[task.name])
         results = self._checked[task.name]
-        record = join_backends([each.record for each in results])
         if not self._recipe.is_measured(task.stage):
-            self.results.append(replace(results[0], record=record))
+            self.results += results
         elif len(results) > 1:
-            self._to_time.append((task, record))
+            self._to_time.append(task)
         else:
-            self._choose(task, record, "", ())
+            self._choose(task, "", ())
 
-    def _time(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> None:
+    def _time(self, pool: WorkerPool, task: GraphTask) -> None:
         """Choose engines of a graph by their times."""
         started = time.perf_counter()
         self._step("time", task.name, None)
+        records = [each.record for each in self._checked[task.name]]
         try:
-            device, timings = self._timings(pool, task, record)
+            device, timings = self._timings(pool, task, records)
         except _FAULTS:
-            device, timings = self._timings_alone(pool, task, record)
+            device, timings = self._timings_alone(pool, task, records)
         self._step("time", task.name, time.perf_counter() - started)
-        self._choose(task, record, device, timings)
+        self._choose(task, device, timings)
 
-    def _timings_alone(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> Timings:
+    def _timings_alone(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
         """Time one backend after the other, because one of them failed, and refuse those that fail again."""
         device, timings = "", list[EngineTiming]()
-        for backend in record.backends:
-            own = tuple(each for each in record.engines if each.backend == backend)
+        for record in records:
             try:
-                device, found = self._timings(pool, task, replace(record, engines=own))
+                device, found = self._timings(pool, task, [record])
             except _FAULTS as error:
-                self._refuse(replace(task, backend=backend), error)
+                self._refuse(replace(task, backend=record.backends[0]), error)
             else:
                 timings += found
         return device, tuple(timings)
 
-    def _timings(self, pool: WorkerPool, task: GraphTask, record: GraphRecord) -> Timings:
-        return result_of(self._submit(pool, task, time_graph, record, self._timer), task.name)
+    def _timings(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
+        return result_of(self._submit(pool, task, time_graph, records, self._timer), task.name)
 
-    def _choose(
-        self, task: GraphTask, record: GraphRecord, device: str, timings: tuple[EngineTiming, ...]
-    ) -> None:
+    def _choose(self, task: GraphTask, device: str, timings: tuple[EngineTiming, ...]) -> None:
         """Keep the engines of a graph that its timings select, and remove the files of the others."""
+        results = self._checked[task.name]
         chosen = choose_fastest(
-            record,
-            timings,
-            device=device,
-            refused=self._refused[task.name],
-            keep_all=self._recipe.keep_all,
+            [each.record for each in results], timings, device=device, refused=self._refused[task.name]
         )
         kept = {self._folder / each.file for each in chosen.engines}
         # A compiler that died may have left a part of a file.
-        for path in (self._folder / task.file("engines", task.name)).parent.glob(f"{task.name}[.-]*"):
+        for path in (self._folder / "engines").glob(f"{task.name}[.-]*"):
             if path not in kept:
                 path.unlink()
-        self.results.append(replace(self._checked[task.name][0], record=chosen))
+        self.results.append(replace(results[0], record=chosen))
 
     def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
         error = result_of(future, stage)

@@ -18,8 +18,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.dtypes import torch_dtype
 from mingc.errors import EngineSizeError, RequestError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import Grid, VisionFeatures
+from mingc.prompts.features import AudioFeatures, Grid, VisionFeatures
 from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.graph import EncoderGraph
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens

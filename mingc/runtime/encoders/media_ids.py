@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.image import Grid
+from mingc.prompts.features import Grid
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, check_hashes, fingerprint_problems, open_artifact
+from mingc.artifacts.artifact import (
+    Artifact,
+    check_fingerprint,
+    check_hashes,
+    fingerprint_problems,
+    open_artifact,
+)
 from mingc.artifacts.manifest import Fingerprint, Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -25,17 +31,15 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
-from mingc.artifacts.target_choice import explain_targets, needed_machine, with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, ServeError
 from mingc.host.machine import current_host, gpu_target
-from mingc.media.audio import AudioFeatures
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.engines.choice import with_engines
+from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, rank_weight_bytes
 from mingc.runtime.kv_cache import PagePool, SlotPool
@@ -66,25 +70,26 @@ _CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts o
 
 
 def open_service(
-    root: Path, options: EngineOptions | None = None, clock: StartupClock | None = None
+    root: Path,
+    options: EngineOptions | None = None,
+    clock: StartupClock | None = None,
+    *,
+    media: MediaDecoder | None = None,
 ) -> OmniService:
     """Load the artifact at `root` and start its threads and ranks. `clock` records the seconds of each phase.
+
+    `media` decodes the media of requests and is closed with the service; None: the service takes none.
 
     Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
     rank does not start.
     """
     options, clock = options or EngineOptions(), clock or StartupClock()
     with clock.phase("check the artifact"):
-        whole = open_artifact(root)
-        artifact = with_target(whole, current_host, options.target)
-        recorded = artifact.manifest.fingerprint
-        if whole.manifest.other_targets:
-            for fit in explain_targets(whole.manifest, current_host, options.target):
-                log.info(
-                    "%s engines %s: %s", fit.target, "loaded" if fit.is_loaded else "not loaded", fit.reason
-                )
-        artifact = with_engines(artifact, options.engines, loads=_loaded_stages(artifact.manifest, options))
+        artifact = open_artifact(root)
         manifest = artifact.manifest
+        recorded = manifest.fingerprint
+        check_fingerprint(recorded, current_host(recorded.device))
+        check_loadable(artifact, _loaded_stages(manifest, options))
         talker_devices = _talker_devices(options, manifest)
     if options.check_hashes:
         with clock.phase("compare hashes"):
@@ -119,6 +124,8 @@ def open_service(
 
     memory = MemoryAccount()
     with ExitStack() as processes:  # ended when something after their start fails
+        if media is not None:
+            processes.callback(media.close)
         # The thinker last: its KV pages take the memory that the other parts leave free.
         with clock.phase("set up speech: tokenizer, voices, scheduler"):
             speech = (
@@ -127,7 +134,7 @@ def open_service(
                 else None
             )
         with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
-            runner, chat = _load_chat(artifact, options, devices, on_failure, clock, memory, processes)
+            runner, chat = _load_chat(artifact, options, media, devices, on_failure, clock, memory, processes)
         if chat is None and speech is None:
             raise ArtifactError(
                 f"nothing to serve: {', '.join(manifest.stages)} produce neither text nor speech",
@@ -139,7 +146,7 @@ def open_service(
         memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
         ranks = runner if isinstance(runner, RankGroup) else None
         service = OmniService(
-            _info(manifest, options, ranks, chat),
+            _info(manifest, options, ranks, chat, takes_media=media is not None),
             chat=chat,
             speech=speech,
             ranks=ranks,
@@ -183,6 +190,7 @@ def host_threads(device: str, requested: int | None) -> int | None:
 def _load_chat(
     artifact: Artifact,
     options: EngineOptions,
+    media: MediaDecoder | None,
     devices: list[torch.device],
     on_failure: Callable[[ServeError], None],
     clock: StartupClock,
@@ -196,12 +204,6 @@ def _load_chat(
         return None, None
     _check_policy(manifest.graph, decoder, "autoregressive")
     thinker = manifest.parameters_of(decoder, ThinkerParameters)
-    if options.expert_usage_interval_s and thinker.router is None:
-        raise ConfigError(
-            f"the artifact does not say how the routers of {decoder} select experts",
-            where="--expert-usage-interval",
-            fix="leave it out; if the model has experts, export it again with this mingc",
-        )
     vision_stage, audio_stage = (
         _vision_encoder(manifest.graph, decoder),
         _audio_encoder(manifest.graph, decoder),
@@ -253,8 +255,6 @@ def _load_chat(
             on_failure=on_failure,
             step_timeout_s=options.step_timeout_s,
             options=options.steps,
-            engines=options.engines,
-            target=manifest.fingerprint.target,
         )
         processes.callback(runner.close)
     else:
@@ -293,12 +293,6 @@ def _load_chat(
             scheduler.max_context,
             min(context, thinker.max_positions),
         )
-    decoders = DecoderPool(
-        max_bytes=options.max_media_memory,
-        timeout_s=options.media_decode_timeout_s,
-        num_prepared=options.num_preprocess_threads,
-    )
-    processes.callback(decoders.close)
     parts = ChatPipeline(
         processor=create_chat_processor(
             artifact,
@@ -306,15 +300,14 @@ def _load_chat(
             tokenizer,
             max_tokens=scheduler.max_context,
             parse_special_tokens=options.parse_special_tokens,
-            decode=decoders.run,
-            max_media_bytes=options.max_media_memory,
+            media=media,
             cached_characters=_CACHED_CHARACTERS if options.prefix_cache else 0,
         ),
         tokenizer=tokenizer,
         vision=vision,
         audio=audio,
         encoder_cache=cache,
-        decoders=decoders,
+        media=media,
         loop=ThinkerLoop(
             runner,
             scheduler,
@@ -323,11 +316,10 @@ def _load_chat(
             prefix_salt=hashlib.sha256(manifest.to_json().encode()).digest()
             if options.prefix_cache
             else None,
-            expert_usage_interval_s=options.expert_usage_interval_s,
         ),
     )
-    if vision is not None or audio is not None:
-        decoders.start()
+    if media is not None and (vision is not None or audio is not None):
+        media.start()
     return runner, parts
 
 
@@ -386,10 +378,20 @@ def _load_speech(
 
 
 def _info(
-    manifest: Manifest, options: EngineOptions, ranks: RankGroup | None, chat: ChatPipeline | None
+    manifest: Manifest,
+    options: EngineOptions,
+    ranks: RankGroup | None,
+    chat: ChatPipeline | None,
+    *,
+    takes_media: bool,
 ) -> ServiceInfo:
     graph = manifest.graph
     decoder, path = graph.text_decoder(), graph.speech_path() if options.loads_speech else None
+    ports = {
+        port
+        for port in ("image", "video", "audio")
+        if takes_media and decoder is not None and graph.producer(decoder, port) is not None
+    }
     sample_rate, default_voice = 0, None
     if path is not None:
         sample_rate = manifest.parameters_of(path.vocoder, VaeParameters).sample_rate
@@ -401,9 +403,9 @@ def _info(
         voices=tuple(voice.name for voice in manifest.voices) if path is not None else (),
         default_voice=default_voice,
         has_text=decoder is not None,
-        has_image=decoder is not None and graph.producer(decoder, "image") is not None,
-        has_video=decoder is not None and graph.producer(decoder, "video") is not None,
-        has_audio_input=decoder is not None and graph.producer(decoder, "audio") is not None,
+        has_image="image" in ports,
+        has_video="video" in ports,
+        has_audio_input="audio" in ports,
         has_speech=path is not None,
         max_model_len=chat.loop.scheduler.max_context if chat is not None else None,
         max_total_tokens=chat.loop.scheduler.pool.max_tokens if chat is not None else None,
@@ -551,5 +553,5 @@ def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
         raise IncompatibleError(
             f"{option} {device}: the engines do not run there: {', '.join(problems)}",
             where=option,
-            fix=f"name {needed_machine(recorded)}, or leave it out",
+            fix=f"name a GPU of compute capability {' or '.join(recorded.capability.split(','))}, or leave it out",
         )

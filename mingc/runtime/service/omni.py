@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.media.audio import AudioFeatures
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
-from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.features import AudioFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
@@ -34,18 +34,16 @@ from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.encoders.media_ids import media_digests, media_ids
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     ChatRequest,
     Event,
-    MediaPart,
     MemoryUse,
-    Message,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
-    VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.output_processor import (
@@ -59,6 +57,7 @@ from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.text.segment import iter_speech_segments
+from mingc.text.spoken import SpokenText
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
@@ -76,7 +75,7 @@ class ChatPipeline:
     audio: EncoderLoop[AudioFeatures] | None
     loop: ThinkerLoop
     encoder_cache: EncoderCache | None = None  # of both encoders
-    decoders: DecoderPool | None = None  # closed with the service
+    media: MediaDecoder | None = None  # closed with the service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -158,13 +157,11 @@ class OmniService:
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
-        experts_read: Mapping[int, tuple[int, float]] = {}
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
-            experts_read = self._chat.loop.expert_usage.totals
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -191,7 +188,6 @@ class OmniService:
             listeners=listeners,
             num_underruns=num_underruns,
             memory=self._memory,
-            experts_read=experts_read,
             **caches,
         )
 
@@ -230,7 +226,7 @@ class OmniService:
 
     def prepare(
         self,
-        messages: Sequence[Message[MediaPart | MediaEntry]],
+        messages: Sequence[Message],
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
@@ -245,15 +241,15 @@ class OmniService:
         speech_params: SpeechParams | None = None,
         *,
         noise: NoiseSource | None = None,
-        records_logits: bool = False,
+        recorder: Recorder | None = None,
         is_live: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
 
         Args:
             noise: of the speech; None: derived from its seed.
+            recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
-            records_logits: whether text deltas carry logits.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
@@ -261,12 +257,16 @@ class OmniService:
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
         with self._begin(is_chat=True) as stream:
             speech_stream: SpeechStream | None = None
+            spoken_text: SpokenText | None = None
             job: int | None = None
             try:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
-                        speech, speech_params, stream, seed, noise, is_live=is_live
+                        speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
+                    )
+                    spoken_text = SpokenText(
+                        speech.max_segment_length, is_reproducible=seed is not None or noise is not None
                     )
                 prompt, keys, encoded = await self._offload(
                     lambda: _prepare(pipeline, prepare, timings, stream)
@@ -281,13 +281,12 @@ class OmniService:
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
-                    is_reproducible=speech_stream is not None and (seed is not None or noise is not None),
-                    max_segment_length=0 if speech is None else speech.max_segment_length,
+                    spoken_text=spoken_text,
                     sample_rate=self._info.sample_rate,
                     timings=timings,
                 )
                 job = pipeline.loop.submit(
-                    prompt, sampling, sampling_seed, stream.put, keys=keys, records_logits=records_logits
+                    prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
                 )
                 while not run.is_done:
                     for event in run.accept(await stream.get(run.wait_s)):
@@ -301,10 +300,16 @@ class OmniService:
                 if speech_stream is not None:
                     speech_stream.close()
 
-    def speech(self, request: SpeechRequest, *, noise: NoiseSource | None = None) -> AsyncGenerator[Event]:
-        """Events of the speech of one text. See `Service`. `noise`: None: derived from its seed."""
+    def speech(
+        self,
+        request: SpeechRequest,
+        *,
+        noise: NoiseSource | None = None,
+        recorder: Recorder | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of one text. See `Service`, and `answer` for `noise` and `recorder`."""
         pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
-        return self.speak(pieces, request.speech, noise, is_live=request.is_live)
+        return self.speak(pieces, request.speech, noise, is_live=request.is_live, recorder=recorder)
 
     async def speak(
         self,
@@ -313,13 +318,14 @@ class OmniService:
         noise: NoiseSource | None = None,
         *,
         is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
         """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
             speech_stream = self._open_speech_stream(
-                speech, params, stream, params.seed, noise, is_live=is_live
+                speech, params, stream, params.seed, noise, is_live=is_live, recorder=recorder
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
@@ -382,8 +388,8 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
-        if self._chat is not None and self._chat.decoders is not None:
-            self._chat.decoders.close()
+        if self._chat is not None and self._chat.media is not None:
+            self._chat.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:
@@ -408,7 +414,8 @@ class OmniService:
         seed: int | None,
         noise: NoiseSource | None,
         *,
-        is_live: bool = False,
+        is_live: bool,
+        recorder: Recorder | None,
     ) -> SpeechStream:
         pipeline.planner.check(params)
         return SpeechStream(
@@ -419,6 +426,7 @@ class OmniService:
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
             is_live=is_live,
+            recorder=recorder,
         )
 
     @contextmanager

@@ -7,10 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from mingc.artifacts.engine_choice import parse_choice
 from mingc.errors import ConfigError
-from mingc.media.decoder_pool import DEFAULT_TIMEOUT_S
-from mingc.media.limits import DEFAULT_MEDIA_BYTES
 from mingc.runtime.encoders.cache import DEFAULT_BYTES
 from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S
 from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
@@ -26,19 +23,15 @@ _OPTIONS = {
     "num_torch_threads": "--threads",
     "step_timeout_s": "--step-timeout",
     "encoder_cache": "--encoder-cache",
-    "max_media_memory": "--max-media-memory",
-    "media_decode_timeout_s": "--media-decode-timeout",
-    "expert_usage_interval_s": "--expert-usage-interval",
 }
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
+_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache")
 # More than any machine has; beyond it torch's and the clock's numbers end.
 _MOST = {
     "max_total_tokens": 1 << 40,
     "speech_lead": 10**6,
     "num_torch_threads": 1024,
     "step_timeout_s": 10**9,
-    "expert_usage_interval_s": 10**9,
 }
 
 
@@ -66,20 +59,13 @@ class EngineOptions:
         step_timeout_s: time after which a step of the thinker's ranks counts as hanging, which ends the service.
         check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
         served_model_names: names of the model for clients, the first in responses; none: the name given at export.
-        max_media_memory: bytes of host memory for decoding the media of one request. Each of the
-            `num_preprocess_threads` has a decoder process, so the total is that many times larger.
-        media_decode_timeout_s: time for decoding one medium.
         parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
         steps: which steps the thinker's workers run.
-        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
-            counted.
         talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
         prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and
             token ids of the same texts.
         encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
         loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
-        engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        target: the target whose engines are run, if the artifact has several; None: the one that this machine selects.
     """
 
     tp: int | None = None
@@ -98,16 +84,11 @@ class EngineOptions:
     check_hashes: bool = False
     served_model_names: tuple[str, ...] = ()
     parse_special_tokens: bool = False
-    max_media_memory: int = DEFAULT_MEDIA_BYTES
-    media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
     steps: StepOptions = DEFAULT_STEPS
-    expert_usage_interval_s: float = 0.0
     talker_depth: int | None = None
     prefix_cache: bool = True
     encoder_cache: int = DEFAULT_BYTES
     loads_speech: bool = True
-    engines: tuple[str, ...] = ()
-    target: str | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -118,19 +99,11 @@ class EngineOptions:
             and not isinstance(value, bool)
             and value < least
         ]
-        for name in ("step_timeout_s", "media_decode_timeout_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
-        if not 0 <= self.expert_usage_interval_s < math.inf:
-            value = self.expert_usage_interval_s
-            problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")
+        if not 0 < self.step_timeout_s < math.inf:
+            problems.append(f"--step-timeout is {self.step_timeout_s}, not a finite number above 0")
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None and math.inf > value > most:
                 problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
-        try:
-            parse_choice(self.engines)
-        except ConfigError as error:
-            problems.append(error.message)
         for name in self.talker_devices:
             if not _DEVICE.fullmatch(name):
                 problems.append(

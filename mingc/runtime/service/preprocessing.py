@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.parameters import (
     AudioParameters,
@@ -15,10 +13,8 @@ from mingc.artifacts.parameters import (
 )
 from mingc.artifacts.stage_graph import SpeechPath
 from mingc.errors import ArtifactError
-from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.media.task import MediaTask, run_task
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.prompt_writer import Features
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
@@ -43,8 +39,7 @@ def create_chat_processor(
     *,
     max_tokens: int | None = None,
     parse_special_tokens: bool = False,
-    decode: Callable[[MediaTask, bytes | memoryview], Features] = run_task,
-    max_media_bytes: int = DEFAULT_MEDIA_BYTES,
+    media: MediaDecoder | None = None,
     cached_characters: int = 0,
 ) -> ChatProcessor:
     """The prompt builder of the text decoder `decoder`; see `ChatProcessor`."""
@@ -61,8 +56,7 @@ def create_chat_processor(
         audio=None if audio is None else manifest.parameters_of(audio, AudioParameters),
         max_tokens=max_tokens,
         parse_special_tokens=parse_special_tokens,
-        decode=decode,
-        max_media_bytes=max_media_bytes,
+        decoder=media,
         cached_characters=cached_characters,
     )
 

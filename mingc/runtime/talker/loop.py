@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
 from mingc.runtime.talker.pacing import SpeechPacing
 from mingc.runtime.talker.scheduler import TalkerScheduler
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
@@ -32,6 +36,7 @@ _POLL_S = 0.005  # how often a held launch checks the device, because the estima
 class _Stream:
     emit: Callable[[Item], None]
     is_behind: Callable[[], bool]
+    recorder: Recorder | None
     segments: dict[int, SpeechSegment] = field(default_factory=dict)
     behind_since: float | None = None
 
@@ -99,7 +104,12 @@ class TalkerLoop(EngineThread):
         return self._pacing.num_underruns
 
     def open(
-        self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool = False
+        self,
+        emit: Callable[[Item], None],
+        is_behind: Callable[[], bool],
+        *,
+        is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> int:
         """Open a stream. Returns its id. Both functions are called on the talker's thread.
 
@@ -112,7 +122,7 @@ class TalkerLoop(EngineThread):
             stream = next(self._ids)
             self.scheduler.open(stream)
             self._pacing.open(stream, is_live=is_live)
-            self._streams[stream] = _Stream(emit, is_behind)
+            self._streams[stream] = _Stream(emit, is_behind, recorder)
         return stream
 
     def add(self, stream: int, segment: SpeechSegment) -> None:
@@ -152,7 +162,8 @@ class TalkerLoop(EngineThread):
             admitted = self.scheduler.admit(self._pacing.admissible(self.scheduler.waiting, admitted_at))
         for stream, segment, slot in admitted:
             try:
-                self._worker.add(slot, self._streams[stream].segments.pop(segment))
+                opened = self._streams[stream]
+                self._worker.add(slot, opened.segments.pop(segment), opened.recorder)
             except Exception as error:
                 self._fail_step([stream], error)
         behind = self._find_behind()
@@ -220,26 +231,18 @@ class TalkerLoop(EngineThread):
         with self._lock:
             self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
 
-    def _deliver(self, patches: Mapping[int, Patch]) -> None:
+    def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
         """Emit patches by slot and end segments that are finished."""
         with self._lock:
             owners = [self.scheduler.slots.owner(slot) for slot in patches]
         for stream, patch in zip(owners, patches.values(), strict=True):
-            if not patch.is_finite:
+            if not np.isfinite(patch.samples).all():
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
             with self._lock:
                 self._pacing.deliver(stream, len(patch.samples), self._clock())
-            self._streams[stream].emit(
-                PatchItem(
-                    samples=patch.samples,
-                    is_segment_end=patch.is_last,
-                    is_capped=patch.is_capped,
-                    latents=patch.latents,
-                    stop_probability=patch.stop_probability,
-                )
-            )
-            if patch.is_last:
+            self._streams[stream].emit(patch)
+            if patch.is_segment_end:
                 self._end_segment(stream)
 
     def _end_segment(self, stream: int) -> None:

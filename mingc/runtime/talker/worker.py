@@ -21,6 +21,8 @@ from torch import Tensor
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
@@ -56,32 +58,12 @@ class SpeechSegment:
     temperature: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Patch:
-    """One patch of one segment.
-
-    Attributes:
-        samples: (n,) float32 mono; a whole segment has patches × samples per patch.
-        is_last: whether the segment ends with this patch.
-        is_capped: whether it ends because of its cap and not by the stop rule.
-        is_finite: whether no sample is NaN or infinite.
-        latents: (p, latent) float32 that the samples were decoded from.
-        stop_probability: what the stop rule compares with its threshold.
-    """
-
-    samples: NDArray[np.float32]
-    is_last: bool
-    is_capped: bool
-    is_finite: bool
-    latents: NDArray[np.float32]
-    stop_probability: float
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """Host state of a running segment."""
 
     segment: SpeechSegment
+    recorder: Recorder | None
     num_tokens: int  # KV rows written or launched
     launched: int = 0  # patches
     collected: int = 0  # patches
@@ -163,7 +145,7 @@ class TalkerWorker:
         return len(self._running)
 
     @torch.inference_mode()
-    def add(self, slot: int, segment: SpeechSegment) -> None:
+    def add(self, slot: int, segment: SpeechSegment, recorder: Recorder | None = None) -> None:
         """Start `segment` in `slot` by prefilling its prompt; the slot's previous contents are overwritten.
 
         The prefix is prefilled separately even if it is not cached, so that its KV rows never depend on the cache.
@@ -171,7 +153,7 @@ class TalkerWorker:
         if segment.num_prefix:
             self._write_prefix(slot, segment)
         self._run_prompt(slot, segment, segment.num_prefix, len(segment.input_ids))
-        self._running[slot] = _Running(segment, num_tokens=len(segment.input_ids))
+        self._running[slot] = _Running(segment, recorder, num_tokens=len(segment.input_ids))
 
     def is_launchable(self, slot: int) -> bool:
         """Whether to launch a further patch for `slot`, as far as the host knows."""
@@ -190,7 +172,7 @@ class TalkerWorker:
             running.launched += 1
             running.num_tokens += 1
 
-    def collect(self) -> dict[int, Patch]:
+    def collect(self) -> dict[int, AudioDelta]:
         """Wait for the oldest patch in flight. Returns it by slot, without segments that were removed or have ended."""
         launched = self._launched.popleft()
         samples, stop, latents = launched.patch.wait()
@@ -260,8 +242,11 @@ class TalkerWorker:
         samples: NDArray[np.float32],
         stop_probability: float,
         latents: NDArray[np.float32],
-    ) -> Patch:
-        """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final."""
+    ) -> AudioDelta:
+        """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final.
+
+        A whole segment has patches × samples per patch.
+        """
         step = running.collected
         has_stopped = (
             step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
@@ -273,14 +258,11 @@ class TalkerWorker:
             0, self._tail - step * self.samples_per_patch
         )  # the first patches have no samples before it
         end = self.samples_per_patch + (self._tail if running.is_last else 0)
-        final = samples[start:end].copy()
-        return Patch(
-            samples=final,
-            is_last=running.is_last,
-            is_capped=is_capped,
-            is_finite=bool(np.isfinite(final).all()),
-            latents=latents.copy(),
-            stop_probability=stop_probability,
+        if running.recorder is not None:
+            running.recorder.latents.append(latents.copy())
+            running.recorder.stop_probabilities.append(stop_probability)
+        return AudioDelta(
+            samples=samples[start:end].copy(), is_segment_end=running.is_last, is_capped=is_capped
         )
 
     def _write_prefix(self, slot: int, segment: SpeechSegment) -> None:

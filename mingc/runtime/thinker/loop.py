@@ -28,10 +28,10 @@ from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import FinishReason, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
-from mingc.runtime.thinker.expert_usage import ExpertsRead, ExpertUsage
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
@@ -60,9 +60,6 @@ class StepRunner(Protocol):
     @property
     def latency_model(self) -> StepLatencyModel | None: ...
 
-    @property
-    def experts_read(self) -> ExpertsRead | None: ...
-
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
     def decode(self, step: DecodeStep) -> Tensor: ...
@@ -78,7 +75,7 @@ class _Running:
     max_tokens: int
     row: SamplerRow
     emit: Callable[[Item], None]
-    records_logits: bool
+    recorder: Recorder | None
     keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
@@ -86,13 +83,8 @@ class _Running:
     prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
     reused: int = 0  # prompt tokens that were not computed, because their pages were cached
 
-    def item(
-        self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
-    ) -> TokenItem:
-        """The item of one token of the answer."""
-        return TokenItem(
-            token=token, finish=finish, logits=logits, reused_tokens=self.reused, begun_at=self.begun_at
-        )
+    def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
+        self.emit(TokenItem(token=token, finish=finish, reused_tokens=self.reused, begun_at=self.begun_at))
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +105,6 @@ class _Launched:
         at: time of the launch (`time.perf_counter`), including earlier queued layer groups.
         prefill_ms: measured time of these layer groups.
         num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
-        experts: what the decode step read, if it was counted.
     """
 
     rows: list[tuple[int, _Running]]
@@ -121,7 +112,6 @@ class _Launched:
     at: float
     prefill_ms: float
     num_decoding: int
-    experts: ExpertsRead | None = None
 
 
 class ThinkerLoop(EngineThread):
@@ -130,10 +120,6 @@ class ThinkerLoop(EngineThread):
     Args:
         stop_ids: tokens that end an answer and are not part of it, besides those of its request.
         prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
-        expert_usage_interval_s: seconds between two decode steps that are counted (`ExpertUsage`); 0: none is counted.
-
-    Attributes:
-        expert_usage: experts that counted decode steps have read.
     """
 
     def __init__(
@@ -144,10 +130,8 @@ class ThinkerLoop(EngineThread):
         stop_ids: Sequence[int],
         vocab_size: int,
         prefix_salt: bytes | None = None,
-        expert_usage_interval_s: float = 0.0,
     ) -> None:
         super().__init__("thinker")
-        self.expert_usage = ExpertUsage(interval_s=expert_usage_interval_s)
         self._runner = runner
         self.scheduler = scheduler
         self._stop_ids = frozenset(stop_ids)
@@ -206,12 +190,12 @@ class ThinkerLoop(EngineThread):
         emit: Callable[[Item], None],
         *,
         keys: Sequence[bytes] | None = None,
-        records_logits: bool = False,
+        recorder: Recorder | None = None,
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. With
-        `records_logits` every token is emitted with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. `recorder`
+        gets the logits of every token.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -228,7 +212,7 @@ class ThinkerLoop(EngineThread):
             self._check_healthy()
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
-            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits, keys)
+            self._requests[request] = _Running(prompt, max_tokens, row, emit, recorder, keys)
             self._notify()
         return request
 
@@ -376,8 +360,6 @@ class ThinkerLoop(EngineThread):
         except Exception as error:
             self._fail_step(requests, error)
             return
-        if step.counts_experts:
-            self._record_experts(self._runner.experts_read, len(requests))
         self._sample(requests, logits)
 
     def _launch_and_collect(self, requests: Sequence[int], num_uncollected: int) -> None:
@@ -387,8 +369,7 @@ class ThinkerLoop(EngineThread):
             if launchable:
                 step = self._decode_step(launchable)
                 launched = self._runner.launch_decode(step, with_logits=self._records_logits(launchable))
-                experts = self._runner.experts_read if step.counts_experts else None
-                self._add_launched(launchable, launched, len(launchable), experts)
+                self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
@@ -397,16 +378,10 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in affected if request in self._requests], error)
 
-    def _add_launched(
-        self,
-        requests: Sequence[int],
-        launched: LaunchedTokens,
-        num_decoding: int,
-        experts: ExpertsRead | None = None,
-    ) -> None:
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
         at = self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
-        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding, experts))
+        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding))
         self._pending_prefill_ms = 0.0
         for _, running in rows:
             running.pending += 1
@@ -418,30 +393,17 @@ class ThinkerLoop(EngineThread):
         self._launched.popleft()
         start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - start)
-        if launched.experts is not None:
-            self._record_experts(launched.experts, launched.num_decoding)
-        else:  # a counted step is not captured, and so takes longer than others
-            self.scheduler.prefill_policy.observe(
-                ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
-            )
+        self.scheduler.prefill_policy.observe(
+            ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
+        )
         for row, ((request, running), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if self._requests.get(request) is running:
                 running.pending -= 1
-                recorded = logits[row] if logits is not None and running.records_logits else None
+                recorded = logits[row] if logits is not None and running.recorder is not None else None
                 self._append_token(request, None if token == NOT_FINITE else token, recorded)
 
-    def _record_experts(self, experts: ExpertsRead | None, num_decoding: int) -> None:
-        """Log and add up what a counted decode step of `num_decoding` requests has read."""
-        assert experts is not None, "the step was counted"
-        counts = experts.wait()
-        mean = self.expert_usage.add(experts.num_rows, counts)
-        log.info(
-            "a decode step of %d requests in a batch of %d read %.1f experts a layer, %d to %d",
-            *(num_decoding, experts.num_rows, mean, min(counts), max(counts)),
-        )
-
     def _records_logits(self, requests: Sequence[int]) -> bool:
-        return any(self._requests[request].records_logits for request in requests)
+        return any(self._requests[request].recorder is not None for request in requests)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         running = [self._requests[request] for request in requests]
@@ -460,14 +422,13 @@ class ThinkerLoop(EngineThread):
             pages=_page_table(pages),
             slots=slots,
             sampling=sampling,
-            counts_experts=self.expert_usage.take_turn(time.perf_counter()),
         )
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
         ids = sample(logits, [self._requests[request].row for request in requests])
         for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
             recorded = None
-            if self._requests[request].records_logits:
+            if self._requests[request].recorder is not None:
                 recorded = logits[row].float().cpu().numpy().copy()  # valid until the next step only
             self._append_token(request, token, recorded)
 
@@ -479,13 +440,15 @@ class ThinkerLoop(EngineThread):
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
-            running.emit(running.item(None, "stop", logits))
+            running.emit_token(None, "stop")
             self._remove(request)
             return
+        if running.recorder is not None and logits is not None:
+            running.recorder.logits.append(logits)
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(running.item(token, finish, logits))
+        running.emit_token(token, finish)
         if finish is not None:
             self._remove(request)
 

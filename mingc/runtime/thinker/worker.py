@@ -26,8 +26,7 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.device_sampler import needs_sampling
-from mingc.runtime.thinker.expert_usage import CountedStep, ExpertRouters, ExpertsRead
-from mingc.runtime.thinker.layers import Observe, ThinkerLayers, split_chunk
+from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
@@ -111,7 +110,6 @@ class ThinkerWorker:
         latency_model: measured time of every size; None until measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty if the engines do not
             output them.
-        experts_read: of the last decode step that was counted; None before one was.
     """
 
     def __init__(
@@ -169,8 +167,6 @@ class ThinkerWorker:
             stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
         self.num_layer_groups = self._layers.num_layer_groups
-        self._routers = None if parameters.router is None else ExpertRouters(stage, parameters.router)
-        self.experts_read: ExpertsRead | None = None
         self._stream: dict[
             str, Tensor
         ] = {}  # of the current chunk between layer groups, rows for the largest
@@ -320,18 +316,7 @@ class ThinkerWorker:
         if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=padded(slots, size), sampling=padded_sampling(step.sampling, size))
-        if step.counts_experts:
-            return self._run_counted(inputs, is_random=is_random)
         return self._run(GraphKey("decode", size, is_random=is_random), inputs)
-
-    def _run_counted(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
-        """A decode step that is not captured: the same engines in the same order, and the routers between them."""
-        assert self._routers is not None, "the artifact has routers"
-        counted = CountedStep(self._routers)
-        on_device = {name: value.to(self.device) for name, value in inputs.items()}
-        outputs = self._run_decode(on_device, is_random=is_random, observe=counted.observe)
-        self.experts_read = counted.copy_to_host(len(inputs["input_ids"]))
-        return outputs
 
     def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._graphs:
@@ -412,9 +397,7 @@ class ThinkerWorker:
         logits = self._chunk_logits.index_select(0, inputs["ended"])
         return logits, self._sample(logits, inputs, is_random=is_random)
 
-    def _run_decode(
-        self, inputs: Mapping[str, Tensor], *, is_random: bool, observe: Observe | None = None
-    ) -> tuple[Tensor, ...]:
+    def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"]
         if self.samples_on_device:
             slots = inputs["slots"]
@@ -426,7 +409,7 @@ class ThinkerWorker:
             "embed_kind": self._text_kind[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        logits = self._layers.decode({**inputs, **tokens}, observe)
+        logits = self._layers.decode({**inputs, **tokens})
         if not self.samples_on_device:
             return (logits,)
         return logits, self._sample(logits, inputs, is_random=is_random)

@@ -147,18 +147,6 @@ class Metrics:
             registry=self._registry,
         )
         self._counted = dict.fromkeys(self._engine_counters, 0)
-        self._counted_steps = self._counter(
-            "mingc_thinker_counted_steps",
-            "Decode steps whose experts were counted (--expert-usage-interval), by number of rows, padding included.",
-            "batch",
-        )
-        self._experts_read = self._counter(
-            "mingc_thinker_experts_read",
-            "Sum over the counted decode steps of the mean number of different experts per layer; divide by "
-            "mingc_thinker_counted_steps_total.",
-            "batch",
-        )
-        self._counted_experts: dict[int, tuple[int, float]] = {}
         self._generation_tokens = self._counter(
             "mingc_generation_tokens", "Generated text tokens of finished requests."
         )
@@ -257,11 +245,6 @@ class Metrics:
             self._listeners.labels(state).set(count)
         for use in load.memory:
             self._memory.labels(use.owner, use.device).set(use.num_bytes)
-        for num_rows, (num_steps, num_experts) in load.experts_read.items():
-            steps_before, experts_before = self._counted_experts.get(num_rows, (0, 0.0))
-            self._counted_steps.labels(str(num_rows)).inc(num_steps - steps_before)
-            self._experts_read.labels(str(num_rows)).inc(num_experts - experts_before)
-            self._counted_experts[num_rows] = num_steps, num_experts
 
     def describe(self) -> list[MetricInfo]:
         """Name, type, labels and help text of every metric, in the order of `/metrics`."""

@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.http.audio_format import AudioFormat
 from mingc.server.http.body_decoder import (
     BodyDecoder,
@@ -24,7 +25,7 @@ from mingc.server.http.body_decoder import (
     too_long,
     wrong_type,
 )
-from mingc.server.http.messages import MediaSource, parse_messages
+from mingc.server.http.messages import parse_messages
 from mingc.server.http.options import ServeOptions
 from mingc.server.http.request_schemas import ChatBody, SpeechBody, SpeechFields
 
@@ -96,7 +97,7 @@ _SPEECH_REFUSED = (
 class ParsedChat:
     """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
 
-    messages: tuple[Message[MediaSource], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None
     audio_format: AudioFormat

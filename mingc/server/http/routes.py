@@ -21,16 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.host import large_arrays
-from mingc.runtime.request import (
-    ChatRequest,
-    Done,
-    Event,
-    MediaPart,
-    Service,
-    ServiceInfo,
-    SpeechRequest,
-    TextPart,
-)
+from mingc.runtime.request import ChatRequest, Done, Event, Service, ServiceInfo, SpeechRequest
 from mingc.server.http.audio_format import AudioSpec
 from mingc.server.http.body_budget import FREE_BYTES, BodyBudget, Charge
 from mingc.server.http.body_decoder import shorten
@@ -296,10 +287,6 @@ async def measured(
             await close()
 
 
-def _size(part: TextPart | MediaPart) -> int:
-    return len(part.text if isinstance(part, TextPart) else part.data)
-
-
 async def handle_chat(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/chat/completions`."""
     latency_timer = state.metrics.latency_timer()
@@ -307,7 +294,7 @@ async def handle_chat(state: ServerState, body: RequestBody, response: ResponseW
     parsed = await state.parse(parse_chat, body.take())
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
-    body.charge.set(sum(_size(part) for message in messages for part in message.parts))
+    body.charge.set(sum(message.size for message in messages))
     audio = (
         None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
     )

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import AudioParameters
-from mingc.media.audio import AudioFeatures, Wave, wave_features
+from mingc.media.audio import Wave, wave_features
 from mingc.media.dsp.resample import resample
+from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders.encoder import AudioEncoder
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, to_numpy

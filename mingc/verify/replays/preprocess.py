@@ -11,28 +11,13 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import ConfigError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import (
-    Grid,
-    VisionFeatures,
-    encoder_size,
-    load_size,
-    patchify,
-    resize_for_encoder,
-    resize_loaded,
-)
+from mingc.media.image import encoder_size, load_size, patchify, resize_for_encoder, resize_loaded
 from mingc.media.limits import MediaLimits
-from mingc.media.video import (
-    DecodedFrames,
-    VideoFeatures,
-    frame_size,
-    resize_frame,
-    sample_video,
-)
-from mingc.prompts.chat import ChatProcessor, MediaEntry
-from mingc.prompts.prompt_writer import Features
+from mingc.media.video import DecodedFrames, frame_size, resize_frame, sample_video
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
+from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures, VisionFeatures
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import Message, Role, TextPart, VideoParams
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines
 
@@ -172,17 +157,17 @@ def _replay_prompt(
 ) -> None:
     """Token ids, positions and audio spans of messages whose media have the recorded grids and lengths."""
     media = _Media(case, engines, video)
-    messages: list[Message[MediaEntry]] = []
+    messages: list[Message] = []
     roles: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
     if "sys_prompt_exp" in case["kwargs"]:
         messages.append(Message(role="system", parts=(TextPart(text=case["kwargs"]["sys_prompt_exp"]),)))
     for turn in case["messages"]:
-        parts = tuple(media.part(item) for item in _without_suppressed(turn))
+        parts = tuple(part for item in _without_suppressed(turn) for part in media.parts(item))
         messages.append(Message(role=roles[turn["role"]], parts=parts))
     if media.missing:
         log.skip(f"processor_template.{name}", media.missing)
         return
-    prompt, features = processor.build(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
+    prompt, features = processor.prepare(messages, thinking=bool(case["kwargs"].get("use_cot_system_prompt")))
     prefix = f"processor_template.{name}"
     log.ids(f"{prefix}.input_ids", prompt.input_ids, reference=case["input_ids"])
     log.ids(f"{prefix}.position_ids", prompt.positions, reference=case["position_ids"])
@@ -224,10 +209,11 @@ class _Media:
         self._video = video
         self.missing = ""
 
-    def part(self, item: Mapping[str, Any]) -> TextPart | MediaEntry:
+    def parts(self, item: Mapping[str, Any]) -> list[TextPart | MediaPart]:
+        """The parts of one entry of a recorded turn; media of one entry are separated by newlines."""
         kind = item["type"]
         if kind == "text":
-            return TextPart(text=item["text"])
+            return [TextPart(text=item["text"])]
         items: list[Features] = []
         if kind == "image" and self._vision is not None:
             items = [_image(_next(self._grids)) for _ in range(int(item["image"].split()[0]))]
@@ -241,7 +227,11 @@ class _Media:
             items = [self._video]
         else:
             self.missing = f"no recorded {kind}, or no encoder for it in this artifact"
-        return MediaEntry(kind=kind, items=tuple(items))
+        found: list[TextPart | MediaPart] = []
+        for features in items:
+            found += [TextPart(text="\n")] if found else []
+            found.append(MediaPart(kind=kind, data=features, where=kind))
+        return found
 
 
 def _next(recorded: Iterator[_Recorded]) -> _Recorded:

@@ -24,10 +24,12 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 from mingc.verify.engines import Engines, to_numpy
 from mingc.verify.recorded_noise import RecordedNoise
 
@@ -48,10 +50,12 @@ class Spoken:
 
     Attributes:
         patches: as a client's stream gets them.
+        recorder: their latents and stop probabilities.
         hidden, history, embeds: (n, D), (n, H, C), (n, D): inputs of the sampler, and its embedding of the patch.
     """
 
-    patches: list[PatchItem]
+    patches: list[AudioDelta]
+    recorder: Recorder
     hidden: Floats
     history: Floats
     embeds: Floats
@@ -127,11 +131,16 @@ class SpeechRunner:
             self._patch()
         return self._calls.kept("step", "hidden")
 
-    def sample(self, hidden: Floats, segment: SpeechSegment) -> tuple[Patch, Floats]:
-        """The first patch of a segment, and its embedding (1, D), if its prompt ends with the state `hidden` (1, D)."""
+    def sample(self, hidden: Floats, segment: SpeechSegment) -> tuple[Recorder, Floats]:
+        """Run the first patch of a segment as if its prompt ended with the state `hidden` (1, D).
+
+        Returns its latents and stop probability, and its embedding (1, D).
+        """
+        recorder = Recorder()
         self._calls.begin({"prefill": [{"hidden": hidden}]})
-        self._worker.add(_SLOT, segment)
-        return self._patch(), self._calls.kept("sample", "next_embeds")
+        self._worker.add(_SLOT, segment, recorder)
+        self._patch()
+        return recorder, self._calls.kept("sample", "next_embeds")
 
     def decode(self, latents: Floats) -> Floats:
         """Samples (m,) of a segment whose patches have these latents (n, P, C)."""
@@ -145,9 +154,10 @@ class SpeechRunner:
         scheduler = TalkerScheduler(SlotPool(_SLOT + 1), max_batch=1, max_prefills_per_patch=1, max_streams=1)
         items: queue.Queue[Item] = queue.Queue()
         loop = TalkerLoop(self._worker, scheduler)
-        loop.add(loop.open(items.put, lambda: False), segment)
+        recorder = Recorder()
+        loop.add(loop.open(items.put, lambda: False, recorder=recorder), segment)
         loop.start()
-        patches: list[PatchItem] = []
+        patches: list[AudioDelta] = []
         try:
             while not patches or not patches[-1].is_segment_end:
                 patches.append(_next_patch(items))
@@ -155,10 +165,14 @@ class SpeechRunner:
             loop.stop(_LIMIT_S)
         values = {name: self._calls.kept("sample", name) for name in _KEPT["sample"]}
         return Spoken(
-            patches=patches, hidden=values["hidden"], history=values["history"], embeds=values["next_embeds"]
+            patches=patches,
+            recorder=recorder,
+            hidden=values["hidden"],
+            history=values["history"],
+            embeds=values["next_embeds"],
         )
 
-    def _patch(self) -> Patch:
+    def _patch(self) -> AudioDelta:
         """Run one patch of the slot."""
         self._worker.launch([_SLOT])
         return self._worker.collect()[_SLOT]
@@ -220,12 +234,12 @@ def _forced_outputs(
     return outputs
 
 
-def _next_patch(items: queue.Queue[Item]) -> PatchItem:
+def _next_patch(items: queue.Queue[Item]) -> AudioDelta:
     try:
         item = items.get(timeout=_LIMIT_S)
     except queue.Empty:
         raise WorkerError(f"the talker made no patch for {_LIMIT_S:.0f} s", where="talker") from None
     if isinstance(item, FailedItem):
         raise item.error
-    assert isinstance(item, PatchItem), "the talker emits patches"
+    assert isinstance(item, AudioDelta), "the talker emits patches"
     return item

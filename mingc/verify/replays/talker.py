@@ -164,12 +164,12 @@ def _replay_patch(name: str, engines: Engines, speech: SpeechRunner, log: Compar
         history=history[0].astype(np.float32),
         arguments=_arguments(log, case, engines),
     )
-    patch, embeds = speech.sample(hidden[:, 0].astype(np.float32), segment)
-    log.tensor(f"{case}.out", patch.latents[None])
+    recorder, embeds = speech.sample(hidden[:, 0].astype(np.float32), segment)
+    log.tensor(f"{case}.out", recorder.latents[0][None])
     log.tensor(f"agg.{name}.out", embeds[:, None])
     if f"stop.{name}.softmax" in log:
         reference = log.references[f"stop.{name}.softmax"][:, 1]
-        log.tensor(f"stop.{name}.softmax", [patch.stop_probability], reference=reference, how="stop")
+        log.tensor(f"stop.{name}.softmax", recorder.stop_probabilities, reference=reference, how="stop")
 
 
 def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: ComparisonLog) -> None:
@@ -193,8 +193,8 @@ def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: Compari
         )
     )
     count = len(spoken.patches)  # fewer than recorded if the stop rule ends the loop too early
-    latents = np.stack([patch.latents for patch in spoken.patches])
-    stop = np.array([patch.stop_probability for patch in spoken.patches], np.float32)
+    latents = np.stack(spoken.recorder.latents)
+    stop = np.array(spoken.recorder.stop_probabilities, np.float32)
     ended = np.zeros(len(noise), bool)
     ended[:count] = [patch.is_segment_end and not patch.is_capped for patch in spoken.patches]
     for name, value, reference in (

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mingc.artifacts.parameters import VisionParameters
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import VisionFeatures
 from mingc.runtime.encoders.encoder import VisionEncoder
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engines import Engines, to_numpy

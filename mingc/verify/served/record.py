@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from mingc.artifacts.parameters import (
     VisionParameters,
 )
 from mingc.artifacts.stage_graph import SpeechPath
+from mingc.media.task import InProcessDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 from mingc.prompts.tokenizer import TextTokenizer
@@ -30,9 +30,8 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.worker import SpeechSegment
-from mingc.text.live import LiveSegmenter
-from mingc.text.segment import iter_speech_segments, speech_segments
-from mingc.text.stream_filters import ThoughtFilter
+from mingc.text.segment import iter_speech_segments
+from mingc.text.spoken import SpokenText
 from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
 from mingc.verify.served.conversion import decoded_messages, speech_params
 from mingc.verify.served.requests import Media, chat_cases, speech_cases
@@ -130,7 +129,7 @@ class _Recorder:
             has_speech=planner is not None,
         )
         tokenizer = load_tokenizer(self._artifact, decoder)
-        processor = create_chat_processor(self._artifact, decoder, tokenizer)
+        processor = create_chat_processor(self._artifact, decoder, tokenizer, media=InProcessDecoder())
         prepared = [processor.prepare(decoded_messages(case, self.media.tensors)) for case in cases]
         answers = self._model.answer(
             [self._prompt(decoder, thinker.hidden_size, each) for each in prepared],
@@ -255,13 +254,6 @@ class _Recorder:
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
     """The pieces of an answer that are spoken one by one, if no timeout cuts the first one."""
-    detokenizer, thoughts, segmenter = (
-        tokenizer.detokenizer(),
-        ThoughtFilter(),
-        LiveSegmenter(first_wait_ms=math.inf),
-    )
-    cut = []
-    for token in tokens.tolist():
-        cut += segmenter.push(thoughts.push(detokenizer.push(token)))
-    cut += [*segmenter.push(thoughts.push(detokenizer.flush()) + thoughts.flush()), *segmenter.flush()]
-    return [piece for each in cut for piece in speech_segments(each.text, max_length, state=each.state)]
+    detokenizer, spoken = tokenizer.detokenizer(), SpokenText(max_length, is_reproducible=True)
+    pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
+    return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mingc.errors import MingcError, WorkerError
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.noise import PhiloxNoise
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     AudioDelta,
     Done,
@@ -46,13 +47,11 @@ MIN_SHARE_LOW_PRECISION = 0.5
 
 @dataclass(slots=True)
 class Served:
-    """What a client received for one case."""
+    """What a client received for one case, and what the engines recorded for it."""
 
     tokens: list[int] = field(default_factory=list)
-    logits: list[Floats] = field(default_factory=list)
-    latents: list[Floats] = field(default_factory=list)
-    stop: list[float] = field(default_factory=list)
     samples: list[Floats] = field(default_factory=list)
+    recorder: Recorder = field(default_factory=Recorder)
     done: Done | None = None
     error: MingcError | None = None
     num_events: int = 0
@@ -63,11 +62,7 @@ class Served:
             case TextDelta():
                 if event.token is not None:
                     self.tokens.append(event.token)
-                if event.logits is not None:
-                    self.logits.append(event.logits)
             case AudioDelta():
-                self.latents.append(event.latents)
-                self.stop.append(event.stop_probability)
                 self.samples.append(event.samples)
             case Done():
                 self.done = event
@@ -158,7 +153,7 @@ class ServedReplay:
     async def _leave(self, case: ServedCase) -> None:
         """Request a case and leave after its first event."""
         with contextlib.suppress(MingcError):  # also fails in the mixed batch, which reports it
-            await _first_event(self._events(case))
+            await _first_event(self._events(case, None))
 
     async def _check_leaving(self, before: Mapping[str, int]) -> None:
         """A long chat and a long speech request end when their client leaves, and free their resources."""
@@ -179,13 +174,13 @@ class ServedReplay:
     async def _serve(self, case: ServedCase, served: Served) -> Served:
         try:
             async with _limited():
-                async for event in self._events(case):
+                async for event in self._events(case, served.recorder):
                     served.accept(event)
         except MingcError as error:
             served.error = error
         return served
 
-    def _events(self, case: ServedCase) -> AsyncIterator[Event]:
+    def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncIterator[Event]:
         speech = None if case.speech is None else speech_params(case.speech)
         noise = None
         if case.speech is not None and self._goldens.has(case, "noise"):
@@ -199,13 +194,13 @@ class ServedReplay:
             request = SpeechRequest(
                 request_id=f"served-{case.name}", text=case.text, speech=speech or SpeechParams()
             )
-            return self._service.speech(request, noise=noise)
+            return self._service.speech(request, noise=noise, recorder=recorder)
         return self._service.answer(
             lambda: self._prepare(case),
             SamplingParams(max_tokens=case.max_tokens),
             speech,
             noise=noise or PhiloxNoise(0),
-            records_logits=True,
+            recorder=recorder,
         )
 
     def _prepare(self, case: ServedCase) -> PreparedPrompt:
@@ -226,7 +221,7 @@ class ServedReplay:
         recorded = self._goldens.get(case, "logits")
         given = np.array(served.tokens, np.int64)
         # Without a row when the first token ends the answer.
-        logits = np.array([each[columns] for each in served.logits]).reshape(-1, len(columns))
+        logits = np.array([each[columns] for each in served.recorder.logits]).reshape(-1, len(columns))
         log.rule(
             f"{name}.usage",
             served.done is not None
@@ -245,7 +240,7 @@ class ServedReplay:
         self._text.add(log.is_near(logits[:count], recorded[:count]), len(recorded))
 
     def _compare_speech(self, case: ServedCase, served: Served, how: str) -> None:
-        log, name = self._log, case.name
+        log, name, recorded = self._log, case.name, served.recorder
         if case.messages and not log.is_exact:
             tokens = self._goldens.get(case, "tokens")
             if served.tokens != tokens.tolist():
@@ -253,20 +248,21 @@ class ServedReplay:
         count = int(self._goldens.get(case, "patches").sum())
         usage = None if served.done is None else served.done.usage
         if count == 0:
-            log.rule(f"{name}.patches", not served.latents, f"{how}: nothing is spoken")
+            log.rule(f"{name}.patches", not served.samples, f"{how}: nothing is spoken")
             return
         if log.is_exact:
             log.rule(
                 f"{name}.patches",
-                usage is not None and usage.audio_patches == len(served.latents) == count,
-                f"{how}: {count} patches, {len(served.latents)} made; the usage counts them",
+                usage is not None
+                and usage.audio_patches == len(served.samples) == len(recorded.latents) == count,
+                f"{how}: {count} patches, {len(served.samples)} made; the usage counts them",
             )
-        if not served.latents:
+        if not served.samples or not recorded.latents:
             log.rule(f"{name}.speech", False, f"{how}: no patch was made")
             return
         values = {
-            "latents": np.stack(served.latents),
-            "stop": np.array(served.stop, np.float32),
+            "latents": np.stack(recorded.latents),
+            "stop": np.array(recorded.stop_probabilities, np.float32),
             "samples": np.concatenate(served.samples),
         }
         if log.is_exact:
@@ -274,13 +270,11 @@ class ServedReplay:
                 log.tensor(f"{name}.{key}", value, reference=self._goldens.get(case, key), how=how)
             self._compare_audio(case, values["samples"], LIMITS, how)
             return
-        recorded = self._goldens.get(case, "latents")
-        length = min(len(recorded), len(values["latents"]))
-        near = log.is_near(
-            values["latents"][:length].reshape(length, -1), recorded[:length].reshape(length, -1)
-        )
-        self._speech.add(near, len(recorded))
-        if length == len(recorded) == len(values["latents"]) and near.all():
+        found, expected = values["latents"], self._goldens.get(case, "latents")
+        length = min(len(expected), len(found))
+        near = log.is_near(found[:length].reshape(length, -1), expected[:length].reshape(length, -1))
+        self._speech.add(near, len(expected))
+        if length == len(expected) == len(found) and near.all():
             self._compare_audio(case, values["samples"], LOW_PRECISION_LIMITS, how)
 
     def _compare_audio(

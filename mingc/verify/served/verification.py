@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
+from mingc.media.task import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -48,13 +48,8 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     }
 
 
-def replay_served(
-    artifact: Artifact, progress: Callable[[str], None], engines: tuple[str, ...] = ()
-) -> list[ComparisonLog]:
-    """Compare the parameters with the recorded ones, and replay all recorded requests in every way.
-
-    `engines` are those of `EngineOptions`.
-    """
+def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[ComparisonLog]:
+    """Compare the parameters with the recorded ones, and replay all recorded requests in every way."""
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
     parameters = _log("parameters", artifact.manifest, replace(goldens, tensors={}))
@@ -65,9 +60,7 @@ def replay_served(
         log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
-            service = open_service(
-                artifact.root, replace(options, engines=engines, target=fingerprint.target)
-            )
+            service = open_service(artifact.root, options, media=InProcessDecoder())
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
 
@@ -83,12 +76,14 @@ class ServiceReport:
     comparisons: tuple[Comparison, ...]
 
 
-def check_service(service: OmniService, root: Path, target: str | None = None) -> ServiceReport:
+def check_service(service: OmniService, root: Path) -> ServiceReport:
     """Replay all recorded requests on a running service without other requests; close it when an answer differs.
 
-    `target` is that of the service's options. Raises: ConfigError when the artifact has none.
+    Raises: ConfigError when the artifact has none.
     """
-    artifact = with_target(open_artifact(root), current_host, target)
+    artifact = open_artifact(root)
+    recorded = artifact.manifest.fingerprint
+    check_fingerprint(recorded, current_host(recorded.device))
     if artifact.manifest.served_goldens is None:
         raise ConfigError(
             "the artifact holds no recorded requests",

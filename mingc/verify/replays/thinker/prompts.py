@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
-from mingc.media.image import Grid
+from mingc.prompts.features import Grid
 from mingc.prompts.positions import VisionSpan, compute_positions
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.verify.comparison_log import ComparisonLog

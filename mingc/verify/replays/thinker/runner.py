@@ -20,6 +20,7 @@ from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
@@ -90,10 +91,10 @@ class ThinkerRunner:
 
     def greedy(self, prompts: Sequence[ThinkerPrompt], steps: int) -> tuple[Ints, Floats]:
         """Greedy continuation of all prompts together: ids (B, steps) and logits (B, steps, V)."""
-        answers = self._run(prompts, max_tokens=steps, chunk=self.max_chunk)
+        recorders = [Recorder() for _ in prompts]
+        answers = self._run(prompts, max_tokens=steps, chunk=self.max_chunk, recorders=recorders)
         ids = np.array([[item.token for item in answer] for answer in answers], np.int64)
-        logits = np.stack([np.stack([_logits(item) for item in answer]) for answer in answers])
-        return ids, logits
+        return ids, np.stack([np.stack(each.logits) for each in recorders])
 
     def force(self, requests: Sequence[Request]) -> Floats:
         """Logits (n, B, V) after each of the requests' tokens (n,), all requests in one decode batch."""
@@ -128,8 +129,9 @@ class ThinkerRunner:
         max_tokens: int,
         chunk: int,
         forced: Sequence[Ints] | None = None,
+        recorders: Sequence[Recorder] | None = None,
     ) -> list[list[TokenItem]]:
-        """Run the prompts in a new loop over the same workers. Returns the tokens of each."""
+        """Run the prompts in a new loop over the same workers. Returns the tokens of each prompt."""
         pool = PagePool(self._num_pages, self._parameters.page_size)
         _reverse(pool)
         scheduler = _TogetherScheduler(
@@ -151,7 +153,11 @@ class ThinkerRunner:
         # In reverse order, so that the row of a batch differs from the request's number.
         ids = {
             row: loop.submit(
-                prompts[row], sampling, 0, partial(_emit, items, row), records_logits=forced is None
+                prompts[row],
+                sampling,
+                0,
+                partial(_emit, items, row),
+                recorder=None if recorders is None else recorders[row],
             )
             for row in reversed(range(len(prompts)))
         }
@@ -179,7 +185,6 @@ class StepRecorder:
         self.device = runner.device
         self.num_layer_groups = runner.num_layer_groups
         self.latency_model = None
-        self.experts_read = None
         self.begin(lambda page: 0, (), None)
 
     def begin(
@@ -265,8 +270,3 @@ def _collect(items: queue.Queue[tuple[int, Item]], num_requests: int) -> list[li
         answers[row].append(item)
         num_running -= item.finish is not None
     return answers
-
-
-def _logits(item: TokenItem) -> Floats:
-    assert item.logits is not None, "the request records logits"
-    return item.logits
