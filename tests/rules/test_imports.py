@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mingc"
+CONFORMANCE = ROOT / "conformance"
 COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_tensorrt")
 
 # Every sub-package and what of mingc it may import besides itself; the longest matching prefix of a module counts.
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
-    "mingc.defaults": (),
+    "mingc.options": ("mingc.errors",),
     "mingc.plugins": ("mingc.errors",),
     # The machine and what it has: GPUs, libraries, memory, the parent process.
     "mingc.host": (),
@@ -28,8 +29,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
     "mingc.console.signals": (),
-    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc.host", "mingc"),
+    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors", "mingc.options"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc.cli", "mingc.host"),
+    # Loads the commands by name.
+    "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
+    "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
@@ -49,7 +53,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
-        "mingc.defaults",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
@@ -61,13 +64,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.triton",
         "mingc.media.dsp",
         "mingc.numerics",
+        "mingc.options",
         "mingc.plugins",
     ),
     "mingc.text": ("mingc.errors",),
     "mingc.media.dsp": ("mingc.errors",),
     # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
     "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.prompts"),
+    "mingc.media": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.media.dsp",
+        "mingc.options",
+        "mingc.prompts",
+    ),
     # Inside the runtime, from what everything shares up to the service.
     "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
@@ -122,6 +133,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -131,14 +143,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": (
+    # What every kind of session shares; a folder for each kind beside it; the app knows them all.
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.options", "mingc.runtime"),
+    "mingc.server.http": (
         "mingc",
-        "mingc.console.signals",
         "mingc.errors",
         "mingc.host",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
+        "mingc.server",
     ),
+    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -149,13 +165,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.numerics",
         "mingc.prompts",
         "mingc.runtime",
-        "mingc.runtime.distributed",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
         "mingc.runtime.service",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
-        "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
     "mingc.probe": (
@@ -165,6 +179,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
@@ -174,10 +189,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.errors",
         "mingc.media",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",
         "mingc.server",
+        "mingc.server.app",
+        "mingc.server.http",
         "mingc.text",
     ),
     "mingc.doctor": (
@@ -189,8 +207,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
     ),
 }
-# Only the command line knows export, runtime, verify and probe together.
-UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
+# In no wheel: it knows what a server and `mingc verify` know, and the package does not know it.
+ALLOWED["conformance"] = (
+    *ALLOWED["mingc.verify"],
+    "mingc.console",
+    "mingc.console.signals",
+    "mingc.runtime.thinker.ranks",
+    "mingc.verify",
+)
 
 
 def module_name(path: Path) -> str:
@@ -198,7 +222,15 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    module_name(path): path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))
+}
+# Only the commands know export, runtime, verify and probe together.
+UNRESTRICTED = (
+    "mingc",
+    "mingc.__main__",
+    *(module for module in MODULES if (module + ".").startswith("mingc.commands.")),
+)
 
 
 def package_of(module: str) -> str:
@@ -209,7 +241,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.cli", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:
@@ -377,10 +409,15 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
     package = package_of(module)
     assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
     for name, line in imported(MODULES[module]):
-        if name.split(".")[0] == "mingc" and package_of(name) != package:
+        if name.split(".")[0] in ("mingc", "conformance") and package_of(name) != package:
             assert package_of(name) in ALLOWED[package], (
                 f"{module}, line {line}: imports {name}, which {package} may not"
             )
+
+
+@pytest.mark.parametrize("module", UNRESTRICTED)
+def test_the_command_line_does_not_need_the_checkout(module: str) -> None:
+    assert not [name for name, _ in imported(MODULES[module]) if name.split(".")[0] == "conformance"]
 
 
 def test_the_table_of_packages_has_no_cycle() -> None:
@@ -399,12 +436,13 @@ def test_the_table_of_packages_has_no_cycle() -> None:
             visit(package, ())
 
 
-@pytest.mark.parametrize("folder", ["mingc", "benchmarks", "tests/support"])
+@pytest.mark.parametrize("folder", ["mingc", "conformance", "benchmarks", "tests/support"])
 def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
     """Imports inside functions count as well: two files that need each other are one."""
     root = ROOT / folder
     names = {
-        (module_name(path) if folder == "mingc" else path.stem): path for path in sorted(root.rglob("*.py"))
+        (module_name(path) if folder in ("mingc", "conformance") else path.stem): path
+        for path in sorted(root.rglob("*.py"))
     }
     arrows = {}
     for name, path in names.items():
