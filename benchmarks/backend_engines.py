@@ -637,12 +637,15 @@ def run_tiny(driver: Driver, given: argparse.Namespace, end: float) -> None:
     driver.finish(driver.start("tiny-serve", driver.part(*asked, "--backend", given.backend), left()))
     # The ids that the official code chose are those of float32, and it answered two requests at once.
     has_reference = given.dtype == "float32" and max(given.batch_sizes) > 1
-    verify(driver, "tiny-verify", artifact, left(), *(("--reference", "tests/data") if has_reference else ()))
+    check = ("mingc", "verify", str(artifact), "--json")
+    if has_reference:
+        check = ("conformance", str(artifact), "--reference", "tests/data", "--json", "-")
+    verify(driver, "tiny-verify", left(), *check)
 
 
-def verify(driver: Driver, name: str, artifact: Path, limit: float, *options: str) -> None:
-    """Run `mingc verify`, and keep of its thousands of comparisons those that failed."""
-    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact), "--json", *options]
+def verify(driver: Driver, name: str, limit: float, *module: str) -> None:
+    """Run `python -m MODULE…`, and keep only the comparisons that failed: there are thousands."""
+    words = [sys.executable, "-u", "-W", "ignore", "-m", *module]
     checked = driver.finish(driver.start(name, words, limit))
     if "document" in checked:
         report = checked["document"]
@@ -711,7 +714,7 @@ def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
     if made.get("exit") == 0:
         manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
         driver.keep("auto-export", {**made, "times": trial_rows(manifest)})
-        verify(driver, "auto-verify", artifact, end - time.monotonic())
+        verify(driver, "auto-verify", end - time.monotonic(), "mingc", "verify", str(artifact), "--json")
 
 
 def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -56,14 +56,14 @@ def run_export(recipe: ExportRecipe) -> ExportReport:
     """Export with the replay, the recorder and the timer that other packages provide; progress goes to stderr."""
     from mingc.export.pipeline import export_artifact
     from mingc.probe.engine_trial import time_engines
-    from mingc.verify.engine_replay import replay
+    from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 
     step_logger("export")(" ".join([str(recipe.checkpoint), *changed_words(recipe)]))
     with progress("export") as report_step:
         return export_artifact(
             recipe,
-            replay,
+            run_engine,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
             time_engines,

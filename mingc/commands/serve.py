@@ -18,7 +18,7 @@ from mingc.errors import ConfigError
 from mingc.media.options import MediaOptions
 from mingc.options import changed_words
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from mingc.runtime.service.omni import OmniService
@@ -92,10 +92,11 @@ def command(
     with clock.phase("import"):
         from mingc.media.decoder_pool import DecoderPool
         from mingc.runtime.service.builder import open_service
-        from mingc.server.http.api_keys import ApiKeys
-        from mingc.server.http.connections import connection_limit
-        from mingc.server.http.logs import configure_logging
-        from mingc.server.http.server import bind_socket, create_app, serve
+        from mingc.server.api_keys import ApiKeys
+        from mingc.server.app import create_app
+        from mingc.server.connections import connection_limit
+        from mingc.server.lifecycle import bind_socket, serve
+        from mingc.server.logs import configure_logging
 
     configure_logging(log_level, log_format)
     if public_key is not None:

@@ -13,8 +13,8 @@ from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, 
 from mingc.errors import IntegrityError, MingcError
 from mingc.host.machine import current_host
 from mingc.runtime.service.builder import open_service
-from mingc.verify import self_check
 from mingc.verify.comparison_log import ComparisonLog
+from mingc.verify.graph_goldens import replay_graph
 from mingc.verify.served.cases import read_goldens
 from mingc.verify.served.replay import ServedReplay
 from mingc.verify.served.verification import compare_parameters, served_options
@@ -55,7 +55,7 @@ def refused_by_engine_goldens(artifact: Artifact, stages: tuple[str, ...]) -> bo
     for stage in stages:
         record = manifest.stages[stage]
         for name, graph in record.graphs.items():
-            log = self_check.replay(
+            log = replay_graph(
                 artifact,
                 record,
                 graph,

@@ -16,8 +16,8 @@ from ray.serve.schema import ServeDeploySchema
 from mingc.commands.serve import command as serve_command
 from mingc.deploy.options import parse_arguments
 from mingc.options import options_of
-from mingc.server.http.metrics import describe_metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.metrics import describe_metrics
+from mingc.server.options import ServeOptions
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 # Kinds of operators, which Kubernetes' own schemas do not have.

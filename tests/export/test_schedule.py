@@ -22,7 +22,7 @@ from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import build_graph, find
 from mingc.export.weights.files import WeightsFile, WrittenFile, weights_files
-from mingc.verify.engine_replay import replay
+from mingc.verify.engine_run import run_engine
 
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _STAGES = ("vision_encoder", "audio_encoder", "cfm", "audio_vae")
@@ -113,7 +113,7 @@ class _Export:
         self.schedule = schedule.Schedule(
             recipe,
             folder,
-            replay,
+            run_engine,
             sizes,
             files,
             self._record,
@@ -263,7 +263,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out")
     graph = build_graph(stages)
     run = pipeline._Run(
-        recipe, checkpoint, stages, graph, configs, tmp_path, replay, pipeline._Steps(steps.append)
+        recipe, checkpoint, stages, graph, configs, tmp_path, run_engine, pipeline._Steps(steps.append)
     )
     run.write_weights()
     try:

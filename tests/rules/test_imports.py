@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mingc"
+CONFORMANCE = ROOT / "conformance"
 COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_tensorrt")
 
 # Every sub-package and what of mingc it may import besides itself; the longest matching prefix of a module counts.
@@ -142,15 +143,18 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": (
+    # What every kind of session shares; a folder for each kind beside it; the app knows them all.
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.options", "mingc.runtime"),
+    "mingc.server.http": (
         "mingc",
-        "mingc.console.signals",
         "mingc.errors",
         "mingc.host",
         "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
+        "mingc.server",
     ),
+    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -161,13 +165,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.numerics",
         "mingc.prompts",
         "mingc.runtime",
-        "mingc.runtime.distributed",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
         "mingc.runtime.service",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
-        "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
     "mingc.probe": (
@@ -192,6 +194,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.service",
         "mingc.server",
+        "mingc.server.app",
+        "mingc.server.http",
         "mingc.text",
     ),
     "mingc.doctor": (
@@ -203,6 +207,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",  # whether a backend's engines can be loaded
     ),
 }
+# In no wheel: it knows what a server and `mingc verify` know, and the package does not know it.
+ALLOWED["conformance"] = (
+    *ALLOWED["mingc.verify"],
+    "mingc.console",
+    "mingc.console.signals",
+    "mingc.runtime.thinker.ranks",
+    "mingc.verify",
+)
 
 
 def module_name(path: Path) -> str:
@@ -210,7 +222,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    module_name(path): path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))
+}
 # Only the commands know export, runtime, verify and probe together.
 UNRESTRICTED = (
     "mingc",
@@ -395,10 +409,15 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
     package = package_of(module)
     assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
     for name, line in imported(MODULES[module]):
-        if name.split(".")[0] == "mingc" and package_of(name) != package:
+        if name.split(".")[0] in ("mingc", "conformance") and package_of(name) != package:
             assert package_of(name) in ALLOWED[package], (
                 f"{module}, line {line}: imports {name}, which {package} may not"
             )
+
+
+@pytest.mark.parametrize("module", UNRESTRICTED)
+def test_the_command_line_does_not_need_the_checkout(module: str) -> None:
+    assert not [name for name, _ in imported(MODULES[module]) if name.split(".")[0] == "conformance"]
 
 
 def test_the_table_of_packages_has_no_cycle() -> None:
@@ -417,12 +436,13 @@ def test_the_table_of_packages_has_no_cycle() -> None:
             visit(package, ())
 
 
-@pytest.mark.parametrize("folder", ["mingc", "benchmarks", "tests/support"])
+@pytest.mark.parametrize("folder", ["mingc", "conformance", "benchmarks", "tests/support"])
 def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
     """Imports inside functions count as well: two files that need each other are one."""
     root = ROOT / folder
     names = {
-        (module_name(path) if folder == "mingc" else path.stem): path for path in sorted(root.rglob("*.py"))
+        (module_name(path) if folder in ("mingc", "conformance") else path.stem): path
+        for path in sorted(root.rglob("*.py"))
     }
     arrows = {}
     for name, path in names.items():

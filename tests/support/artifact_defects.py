@@ -718,7 +718,7 @@ def defect_table() -> str:
         "serve": "`serve`: before the port opens",
         "requests": "`verify`: recorded requests",
         "parameters": "`verify`: recorded parameters",
-        "no": "only by `--reference`",
+        "no": "only by `python -m conformance`",
     }
     rows = [f"| {each.what} | {label[each.caught]} |" for each in DEFECTS.values()]
     return "\n".join(["| defect | refused |", "|---|---|", *rows])

@@ -42,8 +42,8 @@ from mingc.probe import baseline, engine_trial, prober
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http import logs, server
-from mingc.verify import engine_replay, verification
+from mingc.server import app, lifecycle, logs
+from mingc.verify import engine_run, verification
 from mingc.verify.served import record
 from mingc.verify.served import verification as served_verification
 from mingc.verify.served.verification import ServiceReport
@@ -93,7 +93,6 @@ REPORT = VerifyReport(
     files_hashed=1,
     files=(),
     comparisons=(),
-    not_engine_outputs=(),
 )
 
 
@@ -131,7 +130,7 @@ def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., En
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
     def open_service(artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder) -> None:
         opened.append(options)
@@ -142,7 +141,7 @@ def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., En
         return listeners[-1]
 
     monkeypatch.setattr(builder, "open_service", open_service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
 
     def options(*words: str) -> EngineOptions:
@@ -482,7 +481,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
     served: list[object] = []
 
     listeners: list[socket.socket] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
     def bind_socket(host: str, port: int) -> socket.socket:
         listeners.append(bind(host, port))
@@ -501,10 +500,10 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
 
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
     monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(served_verification, "check_service", check_service)
-    monkeypatch.setattr(server, "create_app", lambda given, *_: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, *_: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     assert run("serve", "x", "--port", "0", "--self-check") == code
     listeners[0].close()
     assert checked == [(service, Path("x"))] and served == [service] * passes
@@ -535,8 +534,8 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
     monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
     monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
-    monkeypatch.setattr(server, "create_app", lambda given, http, keys: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, http, keys: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
     assert run("serve", "x", "--port", "0", *words) == code
     assert levels == [("warning", "json")]
@@ -666,7 +665,7 @@ def test_an_export_replays_records_and_reports_its_steps(
 
     monkeypatch.setattr(pipeline, "export_artifact", export_artifact)
     assert run("export", "x", "--output", "y", "--json") == 0
-    assert asked == [(Path("y"), engine_replay.replay, record.record_goldens, engine_trial.time_engines)]
+    assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
     assert err.startswith("export: x --output y --cache ") and "--jobs" not in err, (
