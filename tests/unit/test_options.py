@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mingc.server.http.options import ServeOptions
 
 from mingc.deploy.options import DeployOptions
 from mingc.errors import ConfigError
@@ -27,7 +28,6 @@ from mingc.options import (
 )
 from mingc.probe.options import ProbeOptions
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.options import ServeOptions
 
 KINDS = (DeployOptions, EngineOptions, ExportRecipe, MediaOptions, ProbeOptions, ServeOptions)
 ALL = [each for kind in KINDS for each in options_of(kind).values()]
