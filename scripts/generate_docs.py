@@ -145,11 +145,10 @@ def _argument_rows(*kinds: type) -> list[str]:
     for each in (option for kind in kinds for option in options_of(kind).values()):
         if each.name in OF_THE_PROXY or (each.name == "tp" and kinds != (DeployOptions,)):
             continue
-        told = each.declared
-        default = told.shown_default or ("none" if each.default in (None, ()) else each.text(each.default))
+        default = each.shown_default or ("none" if each.default in (None, ()) else each.text(each.default))
         if each.default is REQUIRED:
             default = "required"
-        meaning = f"See `{each.flag}`." if told.flag else told.help
+        meaning = f"See `{each.label}`." if each.flag else each.help
         rows.append(f"| `{each.name}` | {_cell(default)} | {_cell(meaning)} |")
     return rows
 
