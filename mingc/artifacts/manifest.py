@@ -32,7 +32,7 @@ _Parameters = TypeVar("_Parameters")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What the engines were built with and for; compared with the machine before anything is loaded."""
+    """The environment and the machine that engines were built for; compared with this machine before loading."""
 
     mingc: str
     torch: str  # release, without the local build tag: engines of 2.13.0+cpu and 2.13.0 are the same code
@@ -47,9 +47,9 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far a compiled graph is from its float32 reference: worst relative error of any output.
+    """Distance of a compiled graph from its float32 reference: worst relative error of any output.
 
-    `eager` is the same for the uncompiled module. The reference computes with the stored weights; when they are
+    `eager` is the error of the uncompiled module. The reference computes with the stored weights; when they are
     quantized, `quantization` is its distance from the float32 reference with the checkpoint's weights. `rerouted` is
     the share of tokens that rounding sends to other experts; each is compared with the reference computed with these
     experts. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
@@ -90,9 +90,9 @@ class EngineCost:
 class EngineRecord:
     """One compiled engine of a graph.
 
-    `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
-    graph's ranges. `file` is relative to the artifact; `sha256` repeats the file table's entry. `cost` holds one
-    entry for a static engine, else one for every combination of buckets.
+    `dims` are the sizes that a static engine was compiled for; None: the engine takes every size in the graph's ranges.
+    `file` is relative to the artifact. `cost` holds one entry for a static engine, else one for every combination of
+    buckets.
     """
 
     backend: str
@@ -104,10 +104,9 @@ class EngineRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTiming:
-    """Calls of one backend's engine at sizes `dims`, timed at export alternately with those of other backends.
+    """Calls of one backend's engine at sizes `dims`, timed at export alternately with other backends.
 
-    If one of these failed, each was timed alone. `median_us` are microseconds of the median call, `calls` how many
-    there were.
+    If one of them failed, each was timed alone. `median_us`: microseconds of the median of `calls` calls.
     """
 
     backend: str
@@ -176,7 +175,7 @@ class QuantizationError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedKernel:
-    """The fastest configuration of the mixture-of-experts kernels for `tokens` tokens, of those timed at export.
+    """The fastest of the timed configurations of the mixture-of-experts kernels for `tokens` tokens.
 
     Attributes:
         kernel: moe_gemv (one token including its routing), expert_gemv (one routed token), batch (a few tokens) or

@@ -210,8 +210,8 @@ def test_a_stage_that_cannot_be_used_is_refused(
 def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     toy_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mingc.export.pipeline import export_artifact
     from mingc.export.recipe import ExportRecipe
+    from mingc.export.run import export_artifact
 
     stage = importlib.import_module("toy_filter")
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out", stages=("toy_filter",))

@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.dtypes": ("mingc.artifacts",),
     "mingc.numerics": ("mingc.artifacts",),  # error measure and tolerances that export and verify share
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
-    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
+    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors"),
     "mingc.console.signals": (),
     "mingc.console": ("mingc.artifacts", "mingc.errors", "mingc.options"),
     "mingc.console.child_main": ("mingc.cli", "mingc.host"),
@@ -42,23 +42,148 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
     "mingc.kernels": ("mingc.kernels.dispatch", "mingc.kernels.triton", "mingc.kernels.cuda"),
-    "mingc.export": (
-        "mingc",
+    # Inside the export, from the interface of a stage up to recipe → plan → run.
+    "mingc.export.checkpoint": ("mingc.errors",),
+    "mingc.export.defaults": (),
+    "mingc.export.stage": ("mingc.artifacts", "mingc.export.defaults", "mingc.export.checkpoint"),
+    "mingc.export.process_pool": ("mingc.artifacts", "mingc.errors", "mingc.host"),
+    "mingc.export.cost": ("mingc.artifacts",),
+    "mingc.export.weights": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.kernels",
+    ),
+    "mingc.export.layers": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.kernels",
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.sample_tokens",
+    ),
+    "mingc.export.assets": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.media.dsp",
+    ),
+    "mingc.export.checks": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.layers",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.numerics",
+    ),
+    "mingc.export.stages": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.layers",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.kernels",
+        "mingc.kernels.chunk_layout",
+        "mingc.plugins",
+    ),
+    "mingc.export.compile": (
         "mingc.artifacts",
         "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.export.stage",
         "mingc.host",
         "mingc.host.machine",
         "mingc.kernels",
-        "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
-        "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
-        "mingc.media.dsp",
-        "mingc.numerics",
-        "mingc.options",
         "mingc.plugins",
+    ),
+    "mingc.export.recipe": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.compile",  # the backends
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.options",
+    ),
+    "mingc.export.synthetic": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.checkpoint",
+        "mingc.export.recipe",
+        "mingc.export.stage",
+        "mingc.export.stages",
+    ),
+    "mingc.export.source": (
+        "mingc.export.checkpoint",
+        "mingc.export.recipe",
+        "mingc.export.synthetic",
+    ),
+    "mingc.export.autotune": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.export.compile",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.stage",
+        "mingc.host.machine",
+        "mingc.kernels",
+        "mingc.kernels.triton",
+    ),
+    "mingc.export.tasks": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.autotune",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.compile",
+        "mingc.export.cost",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.source",
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.export.weights",
+        "mingc.kernels.triton",
+    ),
+    "mingc.export": (  # preflight, plan, schedule, run, report
+        "mingc",
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.autotune",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.source",
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.export.tasks",
+        "mingc.export.weights",
+        "mingc.host.machine",
+        "mingc.kernels.triton",
     ),
     "mingc.text": (),
     "mingc.media.dsp": (),
@@ -433,6 +558,27 @@ def test_the_table_of_packages_has_no_cycle() -> None:
     for package in ALLOWED:
         if package != "mingc.console.child_main":  # runs the command line, as mingc/__main__.py does
             visit(package, ())
+
+
+def folder_of(module: str) -> str:
+    """The package whose folder holds the file of `module`."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Of two folders of which neither contains the other, one may import the other; imports in functions count too."""
+    arrows: dict[tuple[str, str], str] = {}
+    for module, path in MODULES.items():
+        skipped = typing_only_lines(path)
+        for name, line in imported(path):
+            if name in MODULES and line not in skipped:
+                arrows.setdefault((folder_of(module), folder_of(name)), f"{module}, line {line}: {name}")
+    mutual = [
+        f"{place}; {arrows[to, of]}"
+        for (of, to), place in sorted(arrows.items())
+        if of < to and (to, of) in arrows and not (to + ".").startswith(of + ".")
+    ]
+    assert not mutual, "\n".join(mutual)
 
 
 @pytest.mark.parametrize("folder", ["mingc", "conformance", "benchmarks", "tests/support"])

@@ -19,7 +19,7 @@ from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, S
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
-from mingc.artifacts.target import lookup
+from mingc.artifacts.target import Host, lookup
 from mingc.errors import (
     ArtifactError,
     ConfigError,
@@ -29,7 +29,6 @@ from mingc.errors import (
     RankError,
     ServeError,
 )
-from mingc.host.machine import Host
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.service import build_context, builder, devices, preprocessing, speech_builder

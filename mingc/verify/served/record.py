@@ -76,12 +76,12 @@ class ReferenceModel(Protocol):
 
 def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> str:
     """Write the served goldens of the artifact being built in `folder`. Returns the file's path in it."""
-    recorder = _Recorder(Artifact(folder, manifest), model)
-    recorder.record()
+    writer = _GoldenWriter(Artifact(folder, manifest), model)
+    writer.record()
     speech = find_speech_stages(manifest)
     goldens = ServedGoldens(
-        cases=tuple(recorder.cases),
-        tensors=recorder.media.tensors,
+        cases=tuple(writer.cases),
+        tensors=writer.media.tensors,
         sample_rate=0 if speech is None else speech.vae.sample_rate,
         parameters=manifest.parameters,
         assets=asset_records(manifest, lambda file: hash_file(folder / file)),
@@ -90,7 +90,7 @@ def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> s
     return FILE
 
 
-class _Recorder:
+class _GoldenWriter:
     def __init__(self, artifact: Artifact, model: ReferenceModel) -> None:
         self._artifact = artifact
         self._manifest = artifact.manifest
