@@ -79,7 +79,7 @@ def open_service(
         torch.set_num_threads(threads)
     devices = rank_devices(recorded.device, recorded.world_size)
     for_talkers = own_talker_devices or devices[:1]
-    # Other ranks are other processes, and without a thinker only the talkers have devices.
+    # Other ranks run in other processes; without a thinker only the talkers use devices.
     own_devices = [*dict.fromkeys((*(devices[:1] if chat_stages is not None else ()), *for_talkers))]
     for device in own_devices if recorded.device == "cuda" else ():
         with clock.phase("start the device"):
@@ -109,7 +109,7 @@ def open_service(
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
                 ranks, chat = build_chat(context, chat_stages, devices, media)
-        # Of other ranks' devices only where `kv_tokens` has a context already.
+        # Asking another rank's device creates a CUDA context on it, unless `kv_tokens` has done so already.
         has_measured = chat is not None and options.max_total_tokens is None
         context.memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
         service = OmniService(
