@@ -16,6 +16,7 @@ import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mingc.errors import ConfigError
@@ -268,13 +269,13 @@ def parse(kind: type, given: Mapping[str, Any], problems: list[str], *, with_fla
     return found
 
 
-def changed_words(options: Any) -> list[str]:
-    """Words of a command line for all options that differ from their defaults."""
+def changed_words(options: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Words of a command line for all options that differ from their defaults, which `defaults` may replace."""
     kind: type = type(options)
     words = []
     for each in options_of(kind).values():
         value = getattr(options, each.name)
-        if each.flag is None or value == each.default:
+        if each.flag is None or value == defaults.get(each.name, each.default):
             continue
         on, _, off = each.flag.partition("/")
         if isinstance(value, bool):

@@ -104,7 +104,7 @@ def command(
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
-    changed = [word for each in (http, media, engines) for word in changed_words(each)]
+    changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
     step_logger("serve")(" ".join([str(artifact), *changed]))
     decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
     service = open_service(artifact, engines, clock, media=decoders)

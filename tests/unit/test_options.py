@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mingc.server.http.options import ServeOptions
 
 from mingc.deploy.options import DeployOptions
 from mingc.errors import ConfigError
@@ -28,6 +27,7 @@ from mingc.options import (
 )
 from mingc.probe.options import ProbeOptions
 from mingc.runtime.service.options import EngineOptions
+from mingc.server.options import ServeOptions
 
 KINDS = (DeployOptions, EngineOptions, ExportRecipe, MediaOptions, ProbeOptions, ServeOptions)
 ALL = [each for kind in KINDS for each in options_of(kind).values()]
@@ -204,7 +204,8 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_the_words_of_options_are_those_that_change_a_default() -> None:
-    assert changed_words(Options()) == []
+    assert changed_words(Options()) == changed_words(Options(is_fast=False), {"is_fast": False}) == []
+    assert changed_words(Options(), {"is_fast": False}) == ["--fast"]
     changed = Options(
         size=1 << 30, names=("a", "b c"), sizes=(4, 8), is_fast=False, folder=Path("d"), depth=9
     )
