@@ -126,6 +126,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.export.defaults",
         "mingc.export.compile",  # the backends
         "mingc.export.stage",
         "mingc.export.stages",
@@ -160,7 +161,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.export.tasks": (
         "mingc.artifacts",
-        "mingc.export.defaults",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.export.autotune",
