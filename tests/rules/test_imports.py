@@ -117,6 +117,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.export.defaults",
         "mingc.export.compile",  # the backends
         "mingc.export.stage",
         "mingc.export.stages",
