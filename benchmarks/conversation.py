@@ -52,7 +52,7 @@ from serving import server
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.probe.stopwatch import percentile
-from mingc.server.http.metrics import STAGES
+from mingc.server.metrics import STAGES
 
 Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]

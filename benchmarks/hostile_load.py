@@ -41,10 +41,11 @@ import asyncio, dataclasses, random, sys
 from fake_service import FakeService
 from mingc.runtime.request import TextDelta
 from mingc.prompts.conversation import TextPart
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.options import ServeOptions
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
 try:
-    from mingc.server.http.logs import configure_logging
+    from mingc.server.logs import configure_logging
     configure_logging("info", "text")
 except ImportError:  # an earlier server
     import logging

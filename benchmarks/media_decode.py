@@ -42,9 +42,9 @@ from mingc.media.limits import DEFAULT_MEDIA_BYTES
 from mingc.media.task import digest_of, run_task
 from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.long_strings import decode_base64
-from mingc.server.http.options import ServeOptions
+from mingc.server.http.body import decode_base64
 from mingc.server.http.parsing import parse_chat
+from mingc.server.options import ServeOptions
 
 _TIMEOUT_S = 600.0  # on a machine that does much else
 _QUIET_S = 5.0  # of the stream alone, before media are sent

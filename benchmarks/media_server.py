@@ -36,14 +36,16 @@ from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.omni import ChatPipeline, OmniService
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import ChatPipeline
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
+from mingc.server.options import ServeOptions
 
 STEP_S = 0.02  # 50 tokens per second
 ROOT = Path(__file__).resolve().parent.parent

@@ -498,7 +498,7 @@ def serve_command(
     from mingc.runtime.service.startup import StartupClock
 
     clock = StartupClock()
-    from mingc.server.http.options import ServeOptions
+    from mingc.server.options import ServeOptions
 
     http = ServeOptions(**{name: options.pop(name) for name in _HTTP_OPTIONS})
     with clock.phase("import"):
@@ -507,10 +507,11 @@ def serve_command(
         from mingc.media.options import MediaOptions
         from mingc.runtime.service.builder import open_service
         from mingc.runtime.service.options import EngineOptions
-        from mingc.server.http.api_keys import ApiKeys
-        from mingc.server.http.connections import connection_limit
-        from mingc.server.http.logs import configure_logging
-        from mingc.server.http.server import bind_socket, create_app, serve
+        from mingc.server.api_keys import ApiKeys
+        from mingc.server.app import create_app
+        from mingc.server.connections import connection_limit
+        from mingc.server.lifecycle import bind_socket, serve
+        from mingc.server.logs import configure_logging
 
     media = MediaOptions(
         max_media_memory=options.pop("max_media_memory"),

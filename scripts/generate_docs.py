@@ -109,7 +109,7 @@ def _cell(text: str) -> str:
 
 def metrics_page() -> str:
     """Reference of all metrics of `GET /metrics`."""
-    from mingc.server.http.metrics import describe_metrics
+    from mingc.server.metrics import describe_metrics
 
     lines = [
         "# Metrics",

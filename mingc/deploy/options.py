@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from mingc.errors import ConfigError
 from mingc.media.options import MediaOptions
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 WHERE = "arguments of mingc.deploy.ray:app"
 # Serve's proxy owns the connections, so these options of a server of our own would be ignored.

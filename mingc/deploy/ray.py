@@ -26,7 +26,7 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
-from mingc.server.http.api_keys import VARIABLE
+from mingc.server.api_keys import VARIABLE
 
 _AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 

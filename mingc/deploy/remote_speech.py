@@ -1,7 +1,7 @@
 """Speech from another deployment: wraps a text-only service and sends its segments to speech replicas.
 
 Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
-So each can be spoken by any replica, and the samples equal those of an artifact that does both.
+So any replica can speak any segment, and the samples are the same as from one artifact that does both.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.logs import configure_logging
+from mingc.server.logs import configure_logging
 
 # What a client may type to be taken for something else: name → text.
 INJECTIONS = {

@@ -46,10 +46,9 @@ def failing_rows(service: OmniService, goldens: ServedGoldens, cases: set[str]) 
     chosen = replace(goldens, cases=tuple(case for case in goldens.cases if case.name in cases))
     assert len(chosen.cases) == len(cases)
     log = ComparisonLog("served", goldens.tensors, tolerance=1e-4, is_exact=True)
-    assert service._speech is not None
-    (loop,) = service._speech.talkers.loops
-    assert isinstance(loop._worker, TalkerWorker)
-    loop._worker._prefixes.clear()  # of a voice, computed by another version of the code
+    (loop,) = service.talkers
+    assert isinstance(loop.worker, TalkerWorker)
+    loop.worker._prefixes.clear()  # of a voice, computed by another version of the code
     asyncio.run(ServedReplay(service, chosen, log).run())
     return [each.name.removeprefix("served: ") for each in log.comparisons if each.outcome == "FAIL"]
 

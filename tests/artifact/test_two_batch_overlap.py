@@ -34,16 +34,16 @@ def answers(
     service = open_service(export_eager("--tp", 2), options)
     logits, counts = {}, []
     try:
-        assert service._chat is not None
-        loop = service._chat.loop
-        assert isinstance(loop._runner, RankGroup)
-        prefill = loop._runner._worker.prefill
+        assert service.thinker is not None
+        loop = service.thinker
+        assert isinstance(loop.runner, RankGroup)
+        prefill = loop.runner._worker.prefill
 
         def note(step: PrefillStep) -> torch.Tensor:
             counts[-1].append(int(step.counts.sum()))
             return prefill(step)
 
-        monkeypatch.setattr(loop._runner._worker, "prefill", note)
+        monkeypatch.setattr(loop.runner._worker, "prefill", note)
         for case in CASES:
             counts.append([])
             collector = Collector()

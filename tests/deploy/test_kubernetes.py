@@ -15,7 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from mingc.cli import serve_command
 from mingc.deploy.options import parse_arguments
-from mingc.server.http.metrics import describe_metrics
+from mingc.server.metrics import describe_metrics
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 # Kinds of operators, which Kubernetes' own schemas do not have.

@@ -38,8 +38,8 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 
 class FailingService(FakeService):

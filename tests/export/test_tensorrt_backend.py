@@ -465,7 +465,7 @@ def test_prompts_that_share_an_engine_of_tensorrt_do_not_overlap(
     sliding: tuple[Sliding, Path], stand_in: None
 ) -> None:
     """Their contexts share memory, and the state that one copies back lacks what another one has written meanwhile."""
-    prefill = make_talker_worker()._engines._prefill
+    prefill = make_talker_worker().engines._prefill
     shared = Graph(prefill.spec, {None: loader.TensorRtEngine(sliding[1], CPU)})
     lanes = [num_lanes(graph, is_captured=True) for graph in (prefill, shared)]
     assert lanes[0] > 1 and lanes[1] == 1

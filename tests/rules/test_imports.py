@@ -132,14 +132,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": (
+    # What every kind of session shares; a folder for each kind beside it; the app knows them all.
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.runtime"),
+    "mingc.server.http": (
         "mingc",
-        "mingc.console.signals",
         "mingc.errors",
         "mingc.host",
         "mingc.prompts",
         "mingc.runtime",
+        "mingc.server",
     ),
+    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -177,6 +180,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.service",
         "mingc.server",
+        "mingc.server.app",
+        "mingc.server.http",
         "mingc.text",
     ),
     "mingc.doctor": (

@@ -234,7 +234,7 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     graphs: dict[str, Graph] = {}
     for key, graph in stages()[name].graphs.items():
         spec = artifact.manifest.stages[name].graphs[key].spec
-        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph._engines)
+        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph.engines)
     return LoadedStage(name, graphs)
 
 
@@ -440,7 +440,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
         yield f"{name} segment", outcome(plan)
     yield "talkers", len(speech.talkers.loops)
     loop = speech.talkers.loops[0]
-    yield "patches in flight", loop._worker.depth
+    yield "patches in flight", loop.worker.depth
     yield "patches ahead", loop._pacing._lead
     with loop._lock:
         scheduler = loop.scheduler
@@ -569,7 +569,6 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "describes the expert layers, which are in the engines",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mingc.errors import ConfigError
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 NUMBERS = [
     each.name

@@ -20,7 +20,7 @@ import pytest
 from mingc.errors import ConfigError, RequestError
 from mingc.prompts.conversation import MediaKind, MediaPart, Message, TextPart
 from mingc.server.http.media import MediaLoader, is_public
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 PARAM = "messages[0].content[0].image_url.url"
 

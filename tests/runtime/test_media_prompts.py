@@ -114,7 +114,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_encoders_run(
         sampling=SamplingParams(max_tokens=3),
     )
     # The context of the service is shorter than that of the processor, which refuses nothing here.
-    monkeypatch.setattr(service._loops[0].scheduler, "max_context", 200)
+    monkeypatch.setattr(service.thinker.scheduler, "max_context", 200)
     with pytest.raises(RequestError) as error:
         run(service, collect(service.chat(request)))
     assert error.value.code == "context_length_exceeded" and not calls
@@ -127,14 +127,14 @@ def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
     parts = CASES[case]
     service, thinker = make_media_service()
     prompts: list[ThinkerPrompt] = []
-    assert service._chat is not None
-    submit = service._chat.loop.submit
+    assert service.thinker is not None
+    submit = service.thinker.submit
 
     def note(prompt: ThinkerPrompt, *arguments: Any, **options: Any) -> int:
         prompts.append(prompt)
         return submit(prompt, *arguments, **options)
 
-    monkeypatch.setattr(service._chat.loop, "submit", note)
+    monkeypatch.setattr(service.thinker, "submit", note)
     request = ChatRequest(
         request_id="r",
         messages=(Message(role="user", parts=(*parts, TextPart(text="What is this?"))),),

@@ -53,8 +53,8 @@ def service(eager_artifact: Path, request: pytest.FixtureRequest) -> Iterator[Om
 
 
 def thinker_loop(service: OmniService) -> ThinkerLoop:
-    assert service._chat is not None
-    return service._chat.loop
+    assert service.thinker is not None
+    return service.thinker
 
 
 def test_every_prompt_is_answered_as_recorded(service: OmniService) -> None:

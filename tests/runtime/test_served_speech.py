@@ -32,7 +32,8 @@ from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
 from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, SpeechParams, SpeechRequest
-from mingc.runtime.service.omni import OmniService, SpeechPipeline
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack

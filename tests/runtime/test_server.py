@@ -27,8 +27,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.runtime.request import MemoryUse, ServiceLoad
-from mingc.server.http.metrics import Metrics, RequestCounter, describe_metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.logs import RequestContext
+from mingc.server.metrics import Metrics, describe_metrics
+from mingc.server.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -519,9 +520,9 @@ def test_a_request_is_counted_by_route_and_status(fails: bool, sent: int | None,
 
     metrics = Metrics()
     app = Starlette(routes=[Route("/v1/voices/{name}", lambda request: PlainTextResponse(""))])
-    scope = {"type": "http", "path": "/v1/voices/DB30", "app": app}
+    scope = {"type": "http", "method": "GET", "path": "/v1/voices/DB30", "headers": [], "app": app}
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        asyncio.run(RequestCounter(answer, metrics)(scope, receive, ignore))
+        asyncio.run(RequestContext(answer, metrics)(scope, receive, ignore))
     counted = [
         line
         for line in metrics.render(ServiceLoad()).decode().splitlines()

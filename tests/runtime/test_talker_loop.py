@@ -14,7 +14,7 @@ from collector import Collector
 from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TAIL, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
-from held_resources import talker_resources, wait_until_equal
+from held_resources import wait_until_equal
 
 from mingc.errors import EngineSizeError, RequestError
 from mingc.runtime.request import AudioDelta
@@ -55,27 +55,27 @@ def test_audio_is_the_same_in_any_slot_and_after_other_uses_of_it() -> None:
 def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
     worker = make_talker_worker()
     first = run_alone(segment(seed=1), worker=worker)
-    assert len(worker._prefixes) == 1
+    assert worker.num_prefixes == 1
     assert np.array_equal(run_alone(segment(seed=1), slot=5, worker=worker), first)
     assert np.array_equal(run_alone(segment(seed=1, prefix=0), slot=2, worker=worker), first)
     run_alone(segment(seed=1, tokens=30), worker=worker)
-    assert len(worker._prefixes) == 2
+    assert worker.num_prefixes == 2
 
 
 def test_only_the_prefixes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_MAX_PREFIXES", 2)
     worker = make_talker_worker()
-    read, computed = worker._engines.read_rows, []
+    read, computed = worker.engines.read_rows, []
 
     def record(slot: int, count: int) -> torch.Tensor:
         computed.append(tokens)
         return read(slot, count)
 
-    monkeypatch.setattr(worker._engines, "read_rows", record)
+    monkeypatch.setattr(worker.engines, "read_rows", record)
     expected = {tokens: run_alone(segment(tokens=tokens)) for tokens in (21, 22, 23)}
     for tokens in (21, 22, 21, 23, 21, 22, 23):
         assert np.array_equal(run_alone(segment(tokens=tokens), worker=worker), expected[tokens])
-        assert len(worker._prefixes) <= 2
+        assert worker.num_prefixes <= 2
     assert computed == [21, 22, 23, 22, 23]
 
 
@@ -160,13 +160,13 @@ def test_no_step_of_the_speech_llm_follows_the_last_patch(
     patches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker()
-    launch, steps = worker._engines.launch, []
+    launch, steps = worker.engines.launch, []
 
     def record(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
         steps.append((int(inputs["step_slots"][0]), int(inputs["lengths"][0])))
         return launch(size, inputs)
 
-    monkeypatch.setattr(worker._engines, "launch", record)
+    monkeypatch.setattr(worker.engines, "launch", record)
     run_alone(segment(tokens=21, patches=patches), slot=3, worker=worker)
     assert steps == [*((3, 21 + index) for index in range(patches - 1)), (0, 0)]
 
@@ -245,15 +245,16 @@ def test_a_failed_launch_fails_requests_in_flight_and_no_others(
 ) -> None:
     worker = make_talker_worker(slots=2, depth=2)
     loop = started(make_talker_loop(worker))
-    launch, failures = worker._engines.launch, []
+    launch, num_rows, failures = worker.engines.launch, [0], []
 
     def fail_once(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
-        if not failures and any(len(each.rows) == 2 for each in worker._launched):
+        if not failures and worker.num_in_flight and num_rows[-1] == 2:
             failures.append(size)
             raise RuntimeError("device lost")
+        num_rows.append(int((inputs["slots"] > 0).sum()))
         return launch(size, inputs)
 
-    monkeypatch.setattr(worker._engines, "launch", fail_once)
+    monkeypatch.setattr(worker.engines, "launch", fail_once)
     hurt = [speak(loop, segment(seed=i, patches=40)) for i in range(2)]
     waiting = speak(loop, segment(seed=2, patches=5))
     for collector in hurt:
@@ -265,14 +266,14 @@ def test_a_failed_launch_fails_requests_in_flight_and_no_others(
 
 def test_cancelled_speech_frees_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
     loop = started(make_talker_loop(make_talker_worker(slots=1)))
-    before = talker_resources(loop)
+    before = loop.held
     first = speak(loop, segment(patches=40), segment(index=1, patches=40))
     first.wait(lambda items: len(items) > 1, "patches")
     second = speak(loop, segment(seed=2, patches=2))
     loop.cancel(first.stream)  # type: ignore[attr-defined]
     assert len(second.segments()[0]) == 2 * PATCH_SAMPLES
     loop.cancel(second.stream)  # type: ignore[attr-defined]
-    wait_until_equal(before, lambda: talker_resources(loop))
+    wait_until_equal(before, lambda: loop.held)
 
 
 def test_a_slow_reader_is_paused_and_others_go_on(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
@@ -311,7 +312,7 @@ def test_one_sample_that_is_not_finite_is_enough(
 ) -> None:
     """At the borders of what the first patch of a segment, which is its last one here, hands out."""
     worker = make_talker_worker()
-    launch = worker._engines.launch
+    launch = worker.engines.launch
 
     class Sick:
         def __init__(self, patch: LaunchedPatch) -> None:
@@ -325,7 +326,7 @@ def test_one_sample_that_is_not_finite_is_enough(
             samples[0, place] = value
             return (samples, *others)
 
-    monkeypatch.setattr(worker._engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
+    monkeypatch.setattr(worker.engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
     loop, listener = make_talker_loop(worker), Collector()
     loop.add(loop.open(listener.put, lambda: False), segment(patches=1))
     run_until_idle(loop)
@@ -336,7 +337,7 @@ def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
     started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker(depth=2)
-    launch, ended = worker._engines.launch, 0.0
+    launch, ended = worker.engines.launch, 0.0
     sizes: list[int] = []
 
     class Slow:
@@ -359,7 +360,7 @@ def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
         sizes.append(int((inputs["slots"] > 0).sum()))
         return Slow(launch(size, inputs))
 
-    monkeypatch.setattr(worker._engines, "launch", slow)
+    monkeypatch.setattr(worker.engines, "launch", slow)
     loop = started(make_talker_loop(worker))
     first = speak(loop, segment(patches=5))
     first.wait(lambda items: len(items) == 2, "patches")
@@ -395,7 +396,7 @@ class Clock:
 def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other_stream(depth: int) -> None:
     worker = make_talker_worker(slots=1, depth=depth)
     loop = make_talker_loop(worker)
-    before = talker_resources(loop)
+    before = loop.held
     cancelled = speak(loop, segment(patches=40), segment(index=1, patches=40))
     for _ in range(4):
         run_step(loop)
@@ -408,12 +409,12 @@ def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other
     assert np.array_equal(following.segments()[0], run_alone(segment(seed=2, patches=3)))
     loop.cancel(following.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:
     loop = make_talker_loop(make_talker_worker(slots=1))
-    before = talker_resources(loop)
+    before = loop.held
     speaking, waiting = (
         speak(loop, segment(patches=40)),
         speak(loop, segment(seed=2), segment(seed=2, index=1)),
@@ -422,12 +423,12 @@ def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:
     for stream in (waiting, speaking):
         loop.cancel(stream.stream)  # type: ignore[attr-defined]
     assert not run_step(loop)
-    assert talker_resources(loop) == before and not waiting.items
+    assert loop.held == before and not waiting.items
 
 
 def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     loop = make_talker_loop(make_talker_worker(slots=2, nan_guidance=9.0))
-    before = talker_resources(loop)
+    before = loop.held
     sick, good = speak(loop, segment(guidance=9.0), segment(index=1)), speak(loop, segment(seed=2))
     run_until_idle(loop)
     assert "not finite" in sick.error().message
@@ -435,13 +436,13 @@ def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     np.testing.assert_allclose(spoken, run_alone(segment(seed=2)), rtol=0, atol=1e-6)
     loop.cancel(good.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_every_pause_of_a_slow_client_counts_anew() -> None:
     clock = Clock()
     loop = make_talker_loop(slow_client_timeout_s=60.0, clock=clock)
-    before = talker_resources(loop)
+    before = loop.held
     unread = [0]  # patches that the client may still leave unread
     client = speak(loop, segment(patches=40), is_behind=lambda: unread[0] == 0)
 
@@ -462,7 +463,7 @@ def test_every_pause_of_a_slow_client_counts_anew() -> None:
     assert len(client.items) == 3
     pause(0.1)
     assert client.error().status == 408
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_a_pause_at_second_zero_is_one_like_others() -> None:
@@ -512,24 +513,24 @@ def test_the_error_of_an_engine_reaches_the_streams_that_it_hurts(
     """The first call of all: nothing else is in flight."""
     worker = make_talker_worker()
     loop = make_talker_loop(worker)
-    before = talker_resources(loop)
-    real = getattr(worker._engines, call)
+    before = loop.held
+    real = getattr(worker.engines, call)
 
     def fail(*words: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker._engines, call, fail)
+    monkeypatch.setattr(worker.engines, call, fail)
     hurt = speak(loop, segment(patches=3))
     run_until_idle(loop)
     found = hurt.error()
     assert (found.status, found.message) == (status, message)
-    monkeypatch.setattr(worker._engines, call, real)
+    monkeypatch.setattr(worker.engines, call, real)
     later = speak(loop, segment(seed=2, patches=3))
     run_until_idle(loop)
     np.testing.assert_allclose(later.segments()[0], run_alone(segment(seed=2, patches=3)), rtol=0, atol=1e-6)
     loop.cancel(later.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_surplus_patches_of_an_ended_segment_do_not_count_as_being_played() -> None:

@@ -49,6 +49,6 @@ def run_to_end(loop: TalkerLoop, clock: Clock, listeners: Sequence[Listener]) ->
             listener.take()
         if not is_busy:
             run_until_idle(loop)
-            assert loop._due_at < math.inf, "nothing will ever be due"
-            clock.now = max(clock.now, loop._due_at)
+            assert loop.due_at < math.inf, "nothing will ever be due"
+            clock.now = max(clock.now, loop.due_at)
     return clock.now

@@ -48,8 +48,8 @@ from mingc.runtime.service.builder import (
     open_service,
 )
 from mingc.runtime.service.memory import MemoryAccount
-from mingc.runtime.service.omni import SpeechPipeline
 from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
 

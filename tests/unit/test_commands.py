@@ -40,7 +40,7 @@ from mingc.probe import baseline, engine_trial, prober
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http import logs, server
+from mingc.server import app, lifecycle, logs
 from mingc.verify import engine_run, verification
 from mingc.verify.served import record
 from mingc.verify.served import verification as served_verification
@@ -138,7 +138,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
     def open_service(artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder) -> None:
         opened.append(options)
@@ -149,7 +149,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         return listeners[-1]
 
     monkeypatch.setattr(builder, "open_service", open_service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
 
     def options(*words: str) -> EngineOptions:
@@ -486,7 +486,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
     served: list[object] = []
 
     listeners: list[socket.socket] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
     def bind_socket(host: str, port: int) -> socket.socket:
         listeners.append(bind(host, port))
@@ -505,10 +505,10 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
 
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
     monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(served_verification, "check_service", check_service)
-    monkeypatch.setattr(server, "create_app", lambda given, *_: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, *_: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     assert run("serve", "x", "--port", "0", "--self-check") == code
     listeners[0].close()
     assert checked == [(service, Path("x"))] and served == [service] * passes
@@ -539,8 +539,8 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
     monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
     monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
-    monkeypatch.setattr(server, "create_app", lambda given, http, keys: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, http, keys: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
     assert run("serve", "x", "--port", "0", *words) == code
     assert levels == [("warning", "json")]

@@ -28,9 +28,9 @@ from PIL import Image
 from speech_clients import RATE, ReceivedSpeech
 
 from mingc.runtime.request import ServiceLoad
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import parse_chat, parse_speech
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 SIZES = Sizes(words=5, tokens=20, patches=10, image_pixels=96, clip_s=1.5)
 

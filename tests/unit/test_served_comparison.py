@@ -29,7 +29,14 @@ from mingc.verify.served.cases import (
     read_goldens,
     write_goldens,
 )
-from mingc.verify.served.replay import MIN_SHARE_LOW_PRECISION, Served, ServedReplay, _common_length, _Share
+from mingc.verify.served.comparison import (
+    MIN_SHARE_LOW_PRECISION,
+    Served,
+    ServedComparison,
+    Share,
+    common_length,
+)
+from mingc.verify.served.replay import ServedReplay
 from mingc.verify.served.verification import compare_parameters, served_options
 
 HZ, PATCH = 16000, 2000
@@ -161,12 +168,20 @@ class RightService:
 
 
 def make(
-    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4
+    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4, service: Any = None
 ) -> tuple[ServedReplay, ComparisonLog]:
     given = goldens(*cases)
     log = ComparisonLog("served", given.tensors, tolerance=tolerance, is_exact=is_exact)
-    service: Any = RightService()
-    return ServedReplay(service, given, log), log
+    return ServedReplay(service or RightService(), given, log), log
+
+
+def make_comparison(
+    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4, values: dict[str, Any] | None = None
+) -> tuple[ServedComparison, ComparisonLog]:
+    """`values` replace the recorded ones."""
+    given = replace(goldens(*cases), tensors=tensors() if values is None else values)
+    log = ComparisonLog("served", given.tensors, tolerance=tolerance, is_exact=is_exact)
+    return ServedComparison(given, log, HZ), log
 
 
 def failed(log: ComparisonLog) -> list[str]:
@@ -206,8 +221,8 @@ def test_a_service_that_answers_as_recorded_passes_every_row() -> None:
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: bool) -> None:
     """Alone and in the mixed batch they are computed, as the cache is emptied in between."""
-    run, log = make(CHAT, SPOKEN, SPEECH)
-    service: Any = run._service
+    service = RightService()
+    run, log = make(CHAT, SPOKEN, SPEECH, service=service)
     service.has_prefix_cache = has_cache
     asyncio.run(run.run())
     kinds = [kind for kind, _ in service.asked]
@@ -221,9 +236,9 @@ def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: boo
 
 
 def test_requests_are_asked_for_as_they_were_recorded() -> None:
-    run, _ = make(CHAT, SPOKEN, SPEECH)
+    service = RightService()
+    run, _ = make(CHAT, SPOKEN, SPEECH, service=service)
     asyncio.run(run.run())
-    service: Any = run._service
     chat, spoken, speech = service.asked[1:4]
     assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["recorder"]
     assert spoken[1]["speech"].max_steps == 2
@@ -319,62 +334,56 @@ CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_wrong_fails_its_row_and_no_other(name: str) -> None:
     case, change, expected = CHANGES[name]
-    run, log = make(*CASES)
-    run._compare(case, answers(case), "alone")
+    run, log = make_comparison(*CASES)
+    run.compare(case, answers(case), "alone")
     assert failed(log) == []
     served = answers(case)
     change(served)
     log.comparisons.clear()
-    run._compare(case, served, "alone")
+    run.compare(case, served, "alone")
     rows = {each if "error" in name else each.split(" ")[0] for each in failed(log)}
     assert rows == expected
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "rope_delta"])
 def test_another_prompt_fails(name: str) -> None:
-    run, log = make(CHAT)
-    service: Any = run._service
-    prompt = service.prepare(())
+    run, log = make_comparison(CHAT)
+    prompt = RightService().prepare(())
     setattr(prompt.tokens, name, getattr(prompt.tokens, name) + 1)
-    service.prepare = lambda _: prompt
-    run._check_prompt(CHAT)
+    run.check_prompt(CHAT, prompt)
     assert failed(log) == [f"chat.{name}"]
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "vision.0", "audio.0"])
 def test_a_prompt_without_a_recorded_value_fails(name: str) -> None:
-    run, log = make(CHAT)
-    service: Any = run._service
-    prompt = service.prepare(())
+    prompt = RightService().prepare(())
     prompt.media = SimpleNamespace(
         vision=[SimpleNamespace(pixels=np.ones(4))], audio=[SimpleNamespace(mel=np.ones(4))]
     )
-    service.prepare = lambda _: prompt
-    tensors: Any = run._goldens.tensors
-    tensors |= {"chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
-    run._check_prompt(CHAT)
+    values = {**tensors(), "chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
+    run, log = make_comparison(CHAT, values=values)
+    run.check_prompt(CHAT, prompt)
     assert failed(log) == []
-    del tensors[f"chat.{name}"]
-    run._check_prompt(CHAT)
+    del values[f"chat.{name}"]
+    with log.case("chat.prompt"):
+        run.check_prompt(CHAT, prompt)
     assert failed(log) == ["chat.prompt"]
 
 
 @pytest.mark.parametrize("name", ["latents", "stop", "samples"])
 def test_speech_without_a_recorded_value_fails(name: str) -> None:
-    run, log = make(SPEECH)
-    tensors: Any = run._goldens.tensors
-    del tensors[f"speech.{name}"]
-    run._compare(SPEECH, answers(SPEECH), "alone")
+    values = tensors()
+    del values[f"speech.{name}"]
+    run, log = make_comparison(SPEECH, values=values)
+    run.compare(SPEECH, answers(SPEECH), "alone")
     assert "speech (alone)" in failed(log)
 
 
 def test_features_of_media_are_compared_one_by_one() -> None:
-    run, log = make(CHAT)
     values = {
         f"chat.{kind}.{index}": np.full(4, 1.0 + index) for kind in ("vision", "audio") for index in (0, 1)
     }
-    run._goldens.tensors.update(values)  # type: ignore[attr-defined]
-    service: Any = run._service
+    run, log = make_comparison(CHAT, values={**tensors(), **values})
     for spoiled in values:
         made = {name: value + 3e-5 * (name == spoiled) * value for name, value in values.items()}
         prompt = RightService().prepare(())
@@ -382,9 +391,8 @@ def test_features_of_media_are_compared_one_by_one() -> None:
             vision=[SimpleNamespace(pixels=made[f"chat.vision.{index}"]) for index in (0, 1)],
             audio=[SimpleNamespace(mel=made[f"chat.audio.{index}"]) for index in (0, 1)],
         )
-        service.prepare = lambda _, prompt=prompt: prompt
         log.comparisons.clear()
-        run._check_prompt(CHAT)
+        run.check_prompt(CHAT, prompt)
         assert failed(log) == [spoiled], "1e-5 is the documented tolerance"
 
 
@@ -398,18 +406,18 @@ def test_features_of_media_are_compared_one_by_one() -> None:
 )
 def test_steps_after_the_first_other_token_do_not_count(tokens: list[int], near: int) -> None:
     """The step that gave the first other token had the same past, so its logits are compared as well."""
-    run, log = make(CHAT, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(CHAT, is_exact=False, tolerance=0.1)
     served = answers(CHAT)
     served.tokens = tokens
     del served.recorder.logits[max(len(tokens), 2) :]
     served.done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=len(tokens)))
-    run._compare(CHAT, served, "alone")
+    run.compare(CHAT, served, "alone")
     assert failed(log) == []
-    assert (run._text.near, run._text.total) == (near, 4)
+    assert (run.text.near, run.text.total) == (near, 4)
 
 
 def test_a_share_counts_up_to_the_first_difference() -> None:
-    share = _Share()
+    share = Share()
     for near, count in (([], 0), ([True] * 3, 3), ([True, False, True, True], 1), ([False, True], 0)):
         before = share.near
         share.add(np.array(near, bool), 10)
@@ -430,7 +438,7 @@ def test_a_share_counts_up_to_the_first_difference() -> None:
     ids=str,
 )
 def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int], count: int) -> None:
-    assert _common_length(np.array(one, np.int64), np.array(other, np.int64)) == count
+    assert common_length(np.array(one, np.int64), np.array(other, np.int64)) == count
 
 
 @pytest.mark.parametrize(
@@ -445,20 +453,20 @@ def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int],
 def test_in_low_precision_a_wave_is_compared_if_its_patches_are_near(
     change: Callable[[Served], object], near: int, rows: int
 ) -> None:
-    run, log = make(SPEECH, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(SPEECH, is_exact=False, tolerance=0.1)
     served = answers(SPEECH)
     change(served)
-    run._compare(SPEECH, served, "alone")
-    assert (run._speech.near, run._speech.total) == (near, 3)
+    run.compare(SPEECH, served, "alone")
+    assert (run.speech.near, run.speech.total) == (near, 3)
     assert len(log.comparisons) == rows and failed(log) == []
 
 
 def test_in_low_precision_a_chat_that_says_other_words_is_not_compared_in_sound() -> None:
-    run, log = make(SPOKEN, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(SPOKEN, is_exact=False, tolerance=0.1)
     served = answers(SPOKEN)
     served.tokens = [7, 8, 4]
-    run._compare(SPOKEN, served, "alone")
-    assert (run._text.total, run._speech.total) == (4, 0) and failed(log) == []
+    run.compare(SPOKEN, served, "alone")
+    assert (run.text.total, run.speech.total) == (4, 0) and failed(log) == []
 
 
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
@@ -473,8 +481,7 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
                     recorder.logits[:] = [-each for each in recorder.logits]
                 yield event
 
-    run, log = make(CHAT, is_exact=False, tolerance=0.1)
-    run._service = Service()  # type: ignore[assignment]
+    run, log = make(CHAT, is_exact=False, tolerance=0.1, service=Service())
     asyncio.run(run.run())
     assert failed(log) == ([] if passes else ["tokens before the first difference of each request"])
 
@@ -482,22 +489,22 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
 @pytest.mark.parametrize("name", ["requests", "pages"])
 def test_what_stays_held_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_FREED_S", 0.02)
-    run, log = make(CHAT, SPEECH)
-    service: Any = run._service
+    service = RightService()
+    run, log = make(CHAT, SPEECH, service=service)
     before = run_held(run)
     service.held[name] += 2
-    asyncio.run(run._check_freed(before, "it"))
+    asyncio.run(run.check_freed(before, "it"))
     (row,) = log.comparisons
     assert (row.outcome, row.note) == ("FAIL", f"2 {name}")
     service.held[name] -= 3
     log.comparisons.clear()
-    asyncio.run(run._check_freed(before, "it"))
+    asyncio.run(run.check_freed(before, "it"))
     assert failed(log) == [], "less is no leak"
 
 
 def run_held(run: ServedReplay) -> dict[str, int]:
     async def held() -> dict[str, int]:
-        return run._held()
+        return run.held()
 
     return asyncio.run(held())
 
@@ -507,9 +514,9 @@ def test_a_task_that_is_left_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     run, log = make(CHAT)
 
     async def leave() -> None:
-        before = run._held()
+        before = run.held()
         task = asyncio.create_task(asyncio.sleep(60))
-        await run._check_freed(before, "it")
+        await run.check_freed(before, "it")
         task.cancel()
 
     asyncio.run(leave())

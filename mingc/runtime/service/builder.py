@@ -45,8 +45,9 @@ from mingc.runtime.engines.stage_loader import LoadedStage, load_stage, rank_wei
 from mingc.runtime.kv_cache import PagePool, SlotPool
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.memory import HOST, MemoryAccount, free_bytes
-from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline
 from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
 from mingc.runtime.service.startup import StartupClock
 from mingc.runtime.talker.group import TalkerGroup

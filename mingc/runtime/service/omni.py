@@ -11,28 +11,14 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import Message, VideoParams
-from mingc.prompts.features import AudioFeatures, VisionFeatures
-from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
-from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.encoders import host_tensors
-from mingc.runtime.encoders.cache import EncoderCache
-from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.encoders.media_ids import media_digests, media_ids
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
@@ -52,8 +38,8 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
-from mingc.runtime.talker.group import TalkerGroup
-from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.text.segment import iter_speech_segments
@@ -62,29 +48,6 @@ from mingc.text.spoken import SpokenText
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
 _T = TypeVar("_T")
-_Encoded = dict[int, list[Future[Tensor]]]  # by the kind of token; in the order of `MediaFeatures`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ChatPipeline:
-    """Parts that answer chat requests: prompt building, encoders, thinker."""
-
-    processor: ChatProcessor
-    tokenizer: TextTokenizer
-    vision: EncoderLoop[VisionFeatures] | None
-    audio: EncoderLoop[AudioFeatures] | None
-    loop: ThinkerLoop
-    encoder_cache: EncoderCache | None = None  # of both encoders
-    media: MediaDecoder | None = None  # closed with the service
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SpeechPipeline:
-    """Parts that generate speech."""
-
-    planner: SpeechPlanner
-    talkers: TalkerGroup
-    max_segment_length: int
 
 
 class OmniService:
@@ -205,12 +168,22 @@ class OmniService:
                 self._chat.encoder_cache.clear()
 
     @property
+    def thinker(self) -> ThinkerLoop | None:
+        """The thinker's loop, for checks and measurements; None without a thinker."""
+        return None if self._chat is None else self._chat.loop
+
+    @property
+    def talkers(self) -> Sequence[TalkerLoop]:
+        """The talkers' loops, for checks and measurements."""
+        return () if self._speech is None else self._speech.talkers.loops
+
+    @property
     def held(self) -> Mapping[str, int]:
         """Resources that requests hold at present, by kind: all 0 when none is running.
 
         For checks; read like `load`.
         """
-        held = Counter({"requests": len(self._running)})
+        held = Counter({"requests": len(self._running), "chat requests": len(self._running_chats)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
         return held
@@ -269,11 +242,12 @@ class OmniService:
                         speech.max_segment_length, is_reproducible=seed is not None or noise is not None
                     )
                 prompt, keys, encoded = await self._offload(
-                    lambda: _prepare(pipeline, prepare, timings, stream)
+                    lambda: pipeline.prepare(prepare, timings, stream)
                 )
                 if encoded:
                     prompt = replace(
-                        prompt, media_embeds=await _encoded(prompt.embed_kind, encoded, pipeline.loop.device)
+                        prompt,
+                        media_embeds=await media_embeds(prompt.embed_kind, encoded, pipeline.loop.device),
                     )
                 timings.mark("encoded")
                 run = ChatOutputProcessor(
@@ -450,69 +424,3 @@ class OmniService:
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-
-def _prepare(
-    pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
-) -> tuple[ThinkerPrompt, list[bytes] | None, _Encoded]:
-    """The prompt without media embeddings, its keys for the prefix cache, and futures of these embeddings."""
-    timings.mark("preprocessing")
-    prepared = prepare()
-    prompt, media = prepared.tokens, prepared.media
-    # A prompt that is too long fails here, before the encoders run.
-    pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
-    timings.mark("prepared")
-    encoded: _Encoded = {}
-    if (media.vision or media.audio) and not stream.is_closed:
-        digests = media_digests(media)
-        # The processor refuses media without an encoder, so a kind that occurs has its encoder.
-        if media.vision and pipeline.vision is not None:
-            encoded[VISION] = pipeline.vision.submit(media.vision, digests.vision)
-        if media.audio and pipeline.audio is not None:
-            encoded[AUDIO] = pipeline.audio.submit(media.audio, digests.audio)
-        if pipeline.loop.has_prefix_cache:
-            ids = media_ids(prompt.embed_kind, media, digests, merge_size=pipeline.processor.merge_size)
-            prompt = replace(prompt, media_ids=ids)
-    return prompt, pipeline.loop.page_keys(prompt), encoded
-
-
-async def _encoded(embed_kind: NDArray[np.int64], encoded: _Encoded, device: torch.device) -> Tensor:
-    """Embeddings (M, D) of all media tokens of a prompt, in token order, on `device`."""
-    try:
-        values = {
-            kind: [await asyncio.wrap_future(future) for future in futures]
-            for kind, futures in encoded.items()
-        }
-    finally:
-        for futures in encoded.values():
-            for future in futures:
-                future.cancel()  # of a request that has ended; does nothing to results
-    found = [each for tensors in values.values() for each in tensors]
-    if len(found) == 1 and (device.type == "cpu" or found[0].is_pinned()):
-        return found[0].to(device, non_blocking=True)  # there is nothing to place
-    return await asyncio.to_thread(_place, embed_kind, values, device)
-
-
-@torch.inference_mode()
-def _place(
-    embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device
-) -> Tensor:
-    """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
-    kinds = embed_kind[embed_kind > 0]
-    first = next(iter(encoded.values()))[0]
-    shape = (len(kinds), first.shape[1])
-    is_pinned = device.type == "cuda"  # torch keeps pinned memory for later requests
-    embeds = (
-        torch.empty(shape, dtype=first.dtype, pin_memory=True)
-        if is_pinned
-        else host_tensors.empty(shape, first.dtype)
-    )
-    for kind, values in encoded.items():
-        rows = np.flatnonzero(kinds == kind)
-        start = 0
-        for each in values:
-            own = rows[start : start + len(each)]
-            start += len(each)
-            # A slice, because these rows are consecutive: only words separate the frames of a video.
-            embeds[own[0] : own[-1] + 1] = each
-    return embeds.to(device, non_blocking=True)

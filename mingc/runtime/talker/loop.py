@@ -50,6 +50,9 @@ class TalkerLoop(EngineThread):
             possible.
         slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
         clock: seconds, for this timeout and for playback.
+
+    Attributes:
+        due_at: when the next held stream becomes due, by `clock`; infinite if none is held.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TalkerLoop(EngineThread):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name)
-        self._worker = worker
+        self.worker = worker
         self.scheduler = scheduler
         self._slow_client_timeout_s = slow_client_timeout_s
         self._clock = clock
@@ -71,7 +74,7 @@ class TalkerLoop(EngineThread):
         self._pacing = SpeechPacing(
             speech_lead, patch_samples=worker.samples_per_patch, sample_rate=worker.sample_rate
         )
-        self._due_at = math.inf  # when the next stream that is held becomes due
+        self.due_at = math.inf
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch was held back until its lead
@@ -79,12 +82,13 @@ class TalkerLoop(EngineThread):
     @property
     def held(self) -> dict[str, int]:
         """Resources that streams hold: slots, segments, and work in flight."""
-        slots = self.scheduler.slots
+        scheduler, slots = self.scheduler, self.scheduler.slots
         return {
             "talker slots": slots.num_slots - 1 - slots.num_free,
             "speech streams": len(self._streams),
-            "speech segments": self._worker.num_segments,
-            "patches in flight": self._worker.num_in_flight,
+            "scheduled speech streams": scheduler.num_streams + scheduler.num_waiting + scheduler.num_running,
+            "speech segments": self.worker.num_segments,
+            "patches in flight": self.worker.num_in_flight,
         }
 
     @property
@@ -152,8 +156,8 @@ class TalkerLoop(EngineThread):
         self.post(lambda: self._remove(stream))
 
     def _run(self) -> None:
-        # CUDA has a current device per thread, which engines and pinned buffers without a device of their own use.
-        with current_device(self._worker.device):
+        # CUDA has a current device per thread; engines and pinned buffers that name no device use it.
+        with current_device(self.worker.device):
             super()._run()
 
     def _step(self) -> bool:
@@ -163,12 +167,12 @@ class TalkerLoop(EngineThread):
         for stream, segment, slot in admitted:
             try:
                 opened = self._streams[stream]
-                self._worker.add(slot, opened.segments.pop(segment), opened.recorder)
+                self.worker.add(slot, opened.segments.pop(segment), opened.recorder)
             except Exception as error:
                 self._fail_step([stream], error)
         behind = self._find_behind()
         with self._lock:
-            slot_of, is_launchable = self.scheduler.slots.slot, self._worker.is_launchable
+            slot_of, is_launchable = self.scheduler.slots.slot, self.worker.is_launchable
             streams = [each for each in self.scheduler.batch(behind) if is_launchable(slot_of(each))]
             launchable = self._due_slots(streams, admitted_at)
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
@@ -178,20 +182,20 @@ class TalkerLoop(EngineThread):
         try:
             if launchable:
                 self._launch(launchable)
-            elif not self._worker.num_in_flight:
+            elif not self.worker.num_in_flight:
                 return bool(admitted)
-            if self._worker.num_in_flight == self._worker.depth or not launchable:
-                self._deliver(self._worker.collect())
+            if self.worker.num_in_flight == self.worker.depth or not launchable:
+                self._deliver(self.worker.collect())
         except Exception as error:
             # The device reports errors late, so any of the patches in flight may have failed.
-            affected = {*launchable, *self._worker.drop()}
+            affected = {*launchable, *self.worker.drop()}
             with self._lock:
                 failed = [each for each in self.scheduler.batch() if slot_of(each) in affected]
             self._fail_step(failed, error)
         return True
 
     def _idle_s(self) -> float:
-        return max(0.0, self._due_at - self._clock())
+        return max(0.0, self.due_at - self._clock())
 
     def _admissible(self) -> list[int]:
         return self._pacing.admissible(self.scheduler.waiting, self._clock())
@@ -201,7 +205,7 @@ class TalkerLoop(EngineThread):
         now = self._clock()
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
         due = self._pacing.due(streams, now, is_crowded=is_crowded)
-        self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
+        self.due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
 
     def _wait_for_segments(self) -> bool:
@@ -209,10 +213,10 @@ class TalkerLoop(EngineThread):
 
         A segment that just misses a launch starts a whole patch later. False: launch now. True: call again.
         """
-        left = self._worker.remaining_s() - self._launch_timing.lead_s
+        left = self.worker.remaining_s() - self._launch_timing.lead_s
         if left <= 0.0:
             return False
-        if self._worker.is_idle:
+        if self.worker.is_idle:
             self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
@@ -224,8 +228,8 @@ class TalkerLoop(EngineThread):
         return True
 
     def _launch(self, slots: Sequence[int]) -> None:
-        left, before = self._worker.remaining_s(), time.perf_counter()
-        self._worker.launch(slots)
+        left, before = self.worker.remaining_s(), time.perf_counter()
+        self.worker.launch(slots)
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
         with self._lock:
@@ -247,7 +251,7 @@ class TalkerLoop(EngineThread):
 
     def _end_segment(self, stream: int) -> None:
         with self._lock:
-            self._worker.remove(self.scheduler.slots.slot(stream))
+            self.worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.end_segment(stream)
             self._pacing.end_segment(stream)
 
@@ -279,7 +283,7 @@ class TalkerLoop(EngineThread):
     def _remove(self, stream: int) -> None:
         with self._lock:
             if stream in self.scheduler.batch():
-                self._worker.remove(self.scheduler.slots.slot(stream))
+                self.worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.remove(stream)
             self._pacing.close(stream)
             self._streams.pop(stream, None)

@@ -113,7 +113,7 @@ class TalkerWorker:
         self.sample_rate = vae.sample_rate
         self._tail = vae.tail_samples
         with torch.inference_mode():
-            self._engines = TalkerEngines(
+            self.engines = TalkerEngines(
                 talker,
                 cfm,
                 audio_vae,
@@ -123,7 +123,7 @@ class TalkerWorker:
                 device=device,
                 is_captured=is_captured,
             )
-        self.max_batch = self._engines.batch_sizes[-1]
+        self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
         self._launched: deque[_Launched] = deque()
         self._latency_model = PatchLatencyModel()
@@ -132,12 +132,17 @@ class TalkerWorker:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of all slots."""
-        return self._engines.state_bytes
+        return self.engines.state_bytes
 
     @property
     def num_in_flight(self) -> int:
         """Patches launched and not yet collected."""
         return len(self._launched)
+
+    @property
+    def num_prefixes(self) -> int:
+        """Prompt prefixes whose KV rows are kept."""
+        return len(self._prefixes)
 
     @property
     def num_segments(self) -> int:
@@ -165,8 +170,8 @@ class TalkerWorker:
         """Launch the next patch of each slot. All must be launchable, with fewer than `depth` patches in flight."""
         assert self.num_in_flight < self.depth, "a patch must be collected first"
         rows = [(slot, self._running[slot]) for slot in slots]
-        size = next(size for size in self._engines.batch_sizes if size >= len(rows))
-        patch = self._engines.launch(size, self._inputs(size, rows))
+        size = next(size for size in self.engines.batch_sizes if size >= len(rows))
+        patch = self.engines.launch(size, self._inputs(size, rows))
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, running in rows:
             running.launched += 1
@@ -272,30 +277,30 @@ class TalkerWorker:
         rows = self._prefixes.get(key)
         if rows is None:
             self._run_prompt(slot, segment, 0, count)
-            self._prefixes[key] = self._engines.read_rows(slot, count)
+            self._prefixes[key] = self.engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
                 self._prefixes.popitem(last=False)  # safe to free: see `write_rows`
             return
         self._prefixes.move_to_end(key)
-        self._engines.write_rows(slot, rows)
+        self.engines.write_rows(slot, rows)
 
     def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> None:
         """Prefill prompt tokens `start` to `end` in chunks."""
-        sizes = self._engines.chunk_sizes
+        sizes = self.engines.chunk_sizes
         history = torch.from_numpy(segment.history).unsqueeze(0)
         while start < end:
             count = min(sizes[-1], end - start)
             width = next(size for size in sizes if size >= count)
             input_ids = torch.zeros(width, dtype=torch.int64)
             input_ids[:count] = torch.from_numpy(segment.input_ids[start : start + count])
-            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self._engines.embed_dtype)
+            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
             use_embed = torch.zeros(width, dtype=torch.bool)
             is_replaced = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
             if is_replaced.any():
                 places = torch.from_numpy(segment.embed_rows[is_replaced] - start)
                 embeds[places] = torch.from_numpy(segment.embeds[is_replaced]).to(embeds.dtype)
                 use_embed[places] = True
-            self._engines.run_prompt(
+            self.engines.run_prompt(
                 width,
                 {
                     "input_ids": input_ids,

@@ -70,7 +70,7 @@ class ThinkerLayers:
 
         With several chunks, the all-reduce of one overlaps with the layers of another (two-batch overlap).
 
-        Inputs: those of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
+        Inputs: the inputs of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
         index (T,), last (S,).
         After the logits come ids and weights (T, K) of the experts of all chunks for each expert layer; nothing if the
         engines do not output them.
@@ -85,7 +85,7 @@ class ThinkerLayers:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run layer group `group` of `num_layer_groups` (of nearly equal size) for one chunk; group 0 also embeds.
 
-        Inputs: as `prefill`; those of `embed` are needed by group 0 only. `stream` is what the previous group
+        Inputs: as `prefill`; only group 0 reads the inputs of `embed`. `stream` is what the previous group
         returned, tensors (T, …); it is ignored for group 0.
         Returns the residual stream after the group, and the routes of its expert layers.
         """
@@ -105,7 +105,7 @@ class ThinkerLayers:
     def decode(self, inputs: Inputs) -> Tensor:
         """Logits (B, V) float32 after one token of each request.
 
-        Inputs: those of `embed`, page_table (B, P), lengths (B,).
+        Inputs: the inputs of `embed`, page_table (B, P), lengths (B,).
         """
         batch = _Batch({**inputs, **self._embed.run(**_inputs_of(self._embed, inputs))})
         self._forward(self._layers["decode"], [batch])

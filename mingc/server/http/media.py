@@ -27,9 +27,9 @@ import httpx
 from mingc.errors import RequestError
 from mingc.host import large_arrays
 from mingc.prompts.conversation import MediaPart, Message
-from mingc.server.http.body_decoder import shorten
-from mingc.server.http.long_strings import LongString, decode_base64
-from mingc.server.http.options import ANY_PUBLIC_HOST, ServeOptions
+from mingc.server.http.body import LongString, decode_base64
+from mingc.server.http.field_errors import shorten
+from mingc.server.options import ANY_PUBLIC_HOST, ServeOptions
 
 MAX_REDIRECTS = 3
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")

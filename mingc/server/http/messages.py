@@ -5,12 +5,14 @@ Media stay strings (URL, path, base64) with the path of their field; `mingc.serv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaKind, MediaPart, Message, Role, TextPart
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.body_decoder import decode_small, missing
+from mingc.server.http.body import decode_small
+from mingc.server.http.field_errors import missing
 from mingc.server.http.request_schemas import (
     AssistantMessage,
     AudioContent,
@@ -61,7 +63,9 @@ def _inject(messages: list[Message], body: ChatBody, info: ServiceInfo) -> list[
     )
 
 
-def _media_list(sources: list[str] | None, name: str, kind: MediaKind, info: ServiceInfo) -> list[MediaPart]:
+def _media_list(
+    sources: Sequence[str] | None, name: str, kind: MediaKind, info: ServiceInfo
+) -> list[MediaPart]:
     return [_media(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources or ())]
 
 

@@ -16,8 +16,7 @@ from typing import Literal, TextIO
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mingc.server.http.metrics import CLIENT_GONE, route_of
-from mingc.server.http.printable import printable
+from mingc.server.metrics import CLIENT_GONE, Metrics, route_of
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -119,10 +118,11 @@ class RepetitionLimit(logging.Filter):
 
 
 class RequestContext:
-    """ASGI middleware: the request's id, taken from `x-request-id` or generated, and its access line."""
+    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line and its count."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,6 +148,7 @@ class RequestContext:
             status = "500"  # the layer above answers with it
             raise
         finally:
+            self._metrics.count(route_of(scope), status)
             _log_access(scope, status, time.monotonic() - began)
 
 
@@ -166,3 +167,17 @@ def _log_access(scope: Scope, status: str, seconds: float) -> None:
     access_log.log(
         level, "%(method)s %(path)s %(status)d %(duration_ms).1f ms %(client)s", values, extra=values
     )
+
+
+def printable(text: str) -> str:
+    """`text` with every unprintable character except line breaks escaped.
+
+    These are control characters, which terminals interpret, text-direction marks, and unusual separators.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()

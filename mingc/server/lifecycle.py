@@ -1,175 +1,32 @@
-"""The HTTP server: an ASGI app over a `Service`, and a process that listens, serves and shuts down in order."""
+"""A server's life: it listens, serves an app, drains on a signal and shuts down in order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import math
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from mingc.console import signals
-from mingc.errors import ConfigError, MingcError, RequestError, ServeError
+from mingc.errors import ConfigError, ServeError
 from mingc.runtime.request import Service
-from mingc.server.http import response_schemas
-from mingc.server.http.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
-from mingc.server.http.connections import Acceptor, ConnectionTable, HttpConnection, connection_limit
-from mingc.server.http.logs import REQUEST_ID, RequestContext
-from mingc.server.http.media import MediaLoader
-from mingc.server.http.metrics import CONTENT_TYPE, Metrics, RequestCounter
-from mingc.server.http.openapi import openapi_document
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.parsing import unknown_model
-from mingc.server.http.routes import GenerationRoute, ServerState, handle_chat, handle_speech, public_error
+from mingc.server.connections import Acceptor, ConnectionTable, HttpConnection, connection_limit
+from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
 _CLOSE_MARGIN_S = 2.0  # added to the shutdown timeout: to send last events and join workers
 # Switch interval of Python's threads. With the default 5 ms, the time of two patches, engine threads would wait that
 # long at each switch for a thread that prepares a long text.
 _SWITCH_S = 0.001
-
-
-_PROBE_PATHS = frozenset({"/health", "/ready"})
-
-
-def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
-    """The ASGI app over a running service; `serve` runs it. `keys`: None reads those that the options name."""
-    state = ServerState(service=service, options=options, media=MediaLoader(options), metrics=Metrics())
-    keys = keys or ApiKeys(options.api_key_file)
-    if not keys.is_required and not _is_loopback(options.host):
-        log.warning(
-            "anyone who can reach %s can use this server: set %s or pass --api-key-file",
-            options.host,
-            VARIABLE,
-        )
-    created = int(time.time())
-
-    async def models(request: Request) -> Response:
-        return _json(response_schemas.models_list(service.info, created))
-
-    async def model(request: Request) -> Response:
-        name = str(request.path_params["model"])
-        if name not in service.info.names:
-            raise unknown_model(name, service.info)
-        return _json(response_schemas.model_object(service.info, created, name))
-
-    async def voices(request: Request) -> Response:
-        return _json(response_schemas.voices_list(service.info))
-
-    def status() -> str:
-        if state.is_stopping:
-            return "stopping"
-        if not service.is_ready:
-            return "not_ready"
-        return "draining" if state.is_draining else "ready"
-
-    async def health(request: Request) -> Response:
-        body: response_schemas.Json = {
-            "status": status(),
-            "model": service.info.model,
-            "num_requests_running": state.num_running,
-            **response_schemas.modalities(service.info),
-        }
-        for name in ("max_model_len", "max_total_tokens", "all_reduce"):
-            if (value := getattr(service.info, name)) is not None:
-                body[name] = value
-        return _json(body, 200 if status() in ("ready", "draining") else 503)
-
-    async def ready(request: Request) -> Response:
-        return _json({"status": status()}, 200 if status() == "ready" else 503)
-
-    async def metrics(request: Request) -> Response:
-        return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
-
-    async def openapi(request: Request) -> Response:
-        return Response(await asyncio.to_thread(openapi_document), media_type="application/json")
-
-    def answer_error(request: Request, error: Exception) -> Response:
-        return _error_response(request, error, options)
-
-    open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", GenerationRoute(state, handle_chat), methods=["POST"]),
-            Route("/v1/audio/speech", GenerationRoute(state, handle_speech), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{model:path}", model),
-            Route("/v1/audio/voices", voices),
-            Route("/health", health),
-            Route("/ready", ready),
-            Route("/metrics", metrics),
-            Route("/openapi.json", openapi),
-        ],
-        middleware=[
-            Middleware(RequestContext),
-            Middleware(RequestCounter, metrics=state.metrics),
-            *_cors(options),
-            Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
-        ],
-        exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
-    )
-    app.router.redirect_slashes = False
-    app.state.server = state
-    return app
-
-
-def _cors(options: ServeOptions) -> list[Middleware]:
-    if not options.cors_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=options.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-    ]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _json(body: response_schemas.Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(response_schemas.encode_json(body), status, headers, "application/json")
-
-
-def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
-    headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, HTTPException):  # from starlette: unknown path or method
-        shown = f"{request.method} {request.url.path[:100]}"
-        wrong_method = error.status_code == 405
-        reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
-        code = "method_not_allowed" if wrong_method else "not_found"
-        error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
-    known = public_error(error)
-    status = known.status if isinstance(known, ServeError) else 500
-    if status == 503:
-        headers["Retry-After"] = str(options.retry_after_s)
-    elif status >= 500:
-        log.error("%s %s: %s", request.method, request.url.path, known)
-    headers["x-request-id"] = REQUEST_ID.get()  # an unforeseen error is answered outside of RequestContext
-    return _json({**response_schemas.error_body(known)}, status, headers)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -23,9 +23,9 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState as UvicornState
 
 from mingc.errors import ConfigError, RequestError
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.response_schemas import encode_json, error_body
+from mingc.server.error_objects import encode_error
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,7 +238,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return  # a response has begun: it can only break off
         self._table.metrics.count("unmatched", str(error.status))
-        body = encode_json({**error_body(error)})
+        body = encode_error(error)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -274,7 +274,7 @@ class Acceptor:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTS):
+        for index in range(_ACCEPTS):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -282,7 +282,9 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
-                self._pause(error)
+                # Linux needs a descriptor even to see that nobody waits: only the first call is known to have a client.
+                if index == 0:
+                    self._pause(error)
                 return
             self._open(connection)
 
