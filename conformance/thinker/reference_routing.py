@@ -26,7 +26,8 @@ from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
-from mingc.runtime.thinker.worker import StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import StepOptions
+from mingc.runtime.thinker.worker import ThinkerWorker
 from mingc.verify.engine_run import to_numpy
 
 Floats = NDArray[np.float32]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mingc.artifacts.spec import Quantization
 from mingc.artifacts.target import is_rtx, rtx_capabilities
-from mingc.defaults import (
-    BACKEND,
-    BATCH_SIZES,
-    CACHE_GIGABYTES,
-    MAX_MODEL_LEN,
-    MODEL_NAME,
-    PREFILL_CHUNK_SIZE,
-)
 from mingc.errors import ConfigError
+from mingc.export.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
+from mingc.options import GIGABYTES, REQUIRED, check, option, options_of
 
 if TYPE_CHECKING:
     from mingc.export.stage import Stage
@@ -26,57 +19,96 @@ if TYPE_CHECKING:
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
 """In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
-DTYPES = ("float32", "bfloat16")
+BACKEND = "aoti"
+RTX_BACKEND = "tensorrt"  # the only one that builds for RTX cards that are not in the machine
+_WHAT, _SIZES, _HOW, _CACHE = "What to export", "Sizes", "Compilation", "Cache of engines"
 # Far above what a device can hold: a larger number is a mistake, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
 MAX_TOKENS = 1 << 20
 MIN_MODEL_LEN = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
-# How the command line spells the fields that stages name in `Stage.options`.
-_FLAGS = {
-    "world_size": "--tp",
-    "max_model_len": "--max-model-len",
-    "prefill_chunk_size": "--prefill-chunk-size",
-}
+_OF_STAGES = (
+    "world_size",
+    "max_model_len",
+    "prefill_chunk_size",
+)  # fields that stages name in `Stage.options`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRecipe:
-    """One export.
-
-    Attributes:
-        target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
-        checkpoint: folder in the released layout; with `synthetic` only its configs are read.
-        stages: None means all that the checkpoint holds.
-        cache: None means no compile cache.
-        cache_gigabytes: of 10^9 bytes, above which the least recently used engines are removed.
-        batch_sizes: requests in one step, ascending; a step is padded to the next of these. On CUDA each has its own
-            engine.
-        synthetic: random weights, generated on the target device; no weights are read.
-        quantize: storage format of weights: `fp8` for every stage that supports it, `STAGE=fp8` for one,
-            `thinker=int4`. Empty: all in `dtype`.
-        autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
-        backend: compilers: `NAME` for every stage, `NAME:STAGE,…` for these. `auto`: the installed backends are timed,
-            and the fastest is kept.
-    """
+    """One export, validated on construction."""
 
     checkpoint: Path
-    output: Path
-    target: str = "cpu"
-    dtype: str = "float32"
-    world_size: int = 1
-    stages: tuple[str, ...] | None = None
-    jobs: int = 1
-    cache: Path | None = None
-    cache_gigabytes: float = CACHE_GIGABYTES
-    force: bool = False
-    max_model_len: int = MAX_MODEL_LEN
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
-    model_name: str = MODEL_NAME
-    synthetic: bool = False
-    quantize: tuple[str, ...] = ()
-    autotune: bool = True
-    backend: tuple[str, ...] = (BACKEND,)
+    output: Path = option(REQUIRED, "--output", group=_WHAT, help="Folder of the artifact to write.")
+    target: str = option(
+        "cpu", "--target", group=_WHAT, metavar="TARGET",
+        help="Device that the engines are for: cpu, cuda, or RTX cards such as rtx:sm86,sm89,sm120. RTX cards need not "
+        "be in this machine; the GPU for cuda must be, and cuda:smNN refuses other GPUs.",
+    )  # fmt: skip
+    dtype: str = option(
+        "float32", "--dtype", choices=("float32", "bfloat16"), group=_WHAT, help="Weights and arithmetic."
+    )
+    world_size: int = option(
+        1, "--tp", choices=(1, 2, 4, 8), group=_WHAT, help="Tensor-parallel ranks of the thinker."
+    )
+    stages: tuple[str, ...] | None = option(
+        None, "--stages", group=_WHAT, metavar="STAGE,…", shown_default="all that the checkpoint holds",
+        help="Stages to export.",
+    )  # fmt: skip
+    model_name: str = option(
+        "ming-omni",
+        "--model-name",
+        group=_WHAT,
+        metavar="NAME",
+        help="Name of the model that a server reports.",
+    )
+    force: bool = option(False, "--force", group=_WHAT, help="Replace an artifact that is already there.")
+    synthetic: bool = option(
+        False, "--synthetic", group=_WHAT,
+        help="Read only configs and sample random weights on the target device, to measure speed.",
+    )  # fmt: skip
+    max_model_len: int = option(
+        MAX_MODEL_LEN, "--max-model-len", least=1, most=MAX_TOKENS, group=_SIZES,
+        help="Longest request, prompt and answer, in tokens.",
+    )  # fmt: skip
+    prefill_chunk_size: int = option(
+        PREFILL_CHUNK_SIZE,
+        "--prefill-chunk-size",
+        least=16,
+        group=_SIZES,
+        help="Tokens of one prefill chunk.",
+    )
+    batch_sizes: tuple[int, ...] = option(
+        BATCH_SIZES, "--batch-sizes", group=_SIZES,
+        help="Numbers of requests in one step, ascending; a step is padded to the next of them. On CUDA each has "
+        "engines for itself.",
+    )  # fmt: skip
+    quantize: tuple[str, ...] = option(
+        (), "--quantize", repeats=True, group=_HOW, metavar="FORMAT",
+        help="Store weights in fewer bits: fp8 for all stages that support it, STAGE=fp8 for one, thinker=int4; may be "
+        "given several times.",
+    )  # fmt: skip
+    backend: tuple[str, ...] = option(
+        (BACKEND,), "--backend", repeats=True, group=_HOW, metavar="NAME[:STAGE,…]",
+        shown_default=f"{BACKEND}; for RTX cards {RTX_BACKEND}",
+        help="Compiler of all engines, or of the engines of STAGE; may be given several times. `auto`: time all "
+        "installed backends, and keep the fastest engines.",
+    )  # fmt: skip
+    autotune: bool = option(
+        True, "--autotune/--no-autotune", group=_HOW,
+        help="On CUDA, time configurations of the expert kernels first and use the fastest.",
+    )  # fmt: skip
+    jobs: int = option(
+        1, "--jobs", least=1, group=_HOW,
+        help="Engines compiled at the same time; on CUDA spread over all GPUs of one model.",
+    )  # fmt: skip
+    cache: Path | None = option(
+        None, "--cache", group=_CACHE, shown_default="$XDG_CACHE_HOME/mingc/engines",
+        help="Folder that keeps compiled engines for later exports, keyed by everything that affects their code.",
+    )  # fmt: skip
+    cache_gigabytes: float = option(
+        20.0, "--cache-limit", unit=GIGABYTES, least=0, group=_CACHE,
+        help="Size of the cache; above it the least recently used engines are removed.",
+    )  # fmt: skip
 
     @property
     def device(self) -> str:
@@ -85,8 +117,7 @@ class ExportRecipe:
 
     def __post_init__(self) -> None:
         problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
-        if problems:
-            raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
+        check(self, *problems, where="mingc export", fix="see mingc export --help")
 
     def _own_problems(self) -> list[str]:
         problems = []
@@ -97,14 +128,6 @@ class ExportRecipe:
                 problems.append(f"--target {self.target}: {error}")
         elif self.target not in TARGETS:
             problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}, rtx:smNN,…")
-        if self.dtype not in DTYPES:
-            problems.append(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
-        if self.world_size not in (1, 2, 4, 8):
-            problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
-        if self.jobs < 1:
-            problems.append(f"--jobs {self.jobs}: must be at least 1")
-        if not 0 <= self.cache_gigabytes < math.inf:
-            problems.append(f"--cache-limit {self.cache_gigabytes}: must be at least 0 and finite")
         sizes = ",".join(map(str, self.batch_sizes))
         if not sizes or self.batch_sizes[0] < 1 or sorted(set(self.batch_sizes)) != [*self.batch_sizes]:
             problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
@@ -112,16 +135,12 @@ class ExportRecipe:
             problems.append(
                 f"--batch-sizes {self.batch_sizes[-1]}: more than {MAX_BATCH_SIZE} requests in one step"
             )
-        if self.prefill_chunk_size < 16:
-            problems.append(f"--prefill-chunk-size {self.prefill_chunk_size}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         if self.max_model_len < MIN_MODEL_LEN and self._concerns("max_model_len"):
             problems.append(f"--max-model-len {self.max_model_len}: must be at least {MIN_MODEL_LEN}")
         elif self.max_model_len < self.prefill_chunk_size and self._concerns("max_model_len"):
             problems.append(f"--max-model-len {self.max_model_len}: less than one prefill chunk")
-        if self.max_model_len > MAX_TOKENS:
-            problems.append(f"--max-model-len {self.max_model_len}: more than {MAX_TOKENS}")
         if not self.model_name.strip():
             problems.append("--model-name: is empty")
         elif not self.model_name.isprintable():
@@ -180,16 +199,16 @@ class ExportRecipe:
 
     def check_stages(self, stages: Sequence[Stage]) -> None:
         """Raises: ConfigError when an option has no effect on any of `stages`, the stages to be built."""
-        defaults = {each.name: each.default for each in fields(self)}
+        options = options_of(ExportRecipe)
         names = [stage.name for stage in stages]
         known = _stages()
         chosen: list[tuple[str, Collection[str]]] = [
             (
-                f"{flag} {getattr(self, field)}",
+                f"{options[field].flag} {getattr(self, field)}",
                 [name for name, stage in known.items() if field in stage.options],
             )
-            for field, flag in _FLAGS.items()
-            if getattr(self, field) != defaults[field]
+            for field in _OF_STAGES
+            if getattr(self, field) != options[field].default
         ]
         for word in self.quantize:
             stage = word.rpartition("=")[0]

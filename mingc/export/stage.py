@@ -18,8 +18,8 @@ from torch import nn
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.spec import GraphSpec, Quantization
 from mingc.artifacts.stage_graph import Edge, Policy
-from mingc.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
 
 Quantizable = Literal["linear", "experts"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from mingc.probe.baseline import Comparison, check_common, compare, differences
 from mingc.probe.cold_start import ColdStart, measure_cold_start
 from mingc.probe.environment import this_environment
 from mingc.probe.inputs import ProbeCase, page_size, room
+from mingc.probe.options import ProbeOptions, request_counts
 from mingc.probe.patch_embed import check_patch_embed, compare_patch_embed
 from mingc.probe.report import (
     EngineFigures,
@@ -42,7 +43,6 @@ from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import GraphPool
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
-_BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
 _REPETITIONS = 200
 _CPU_REPETITIONS = (3, 10)  # minimum, and maximum if they fit into _CPU_MS
 _CPU_MS = 1000.0
@@ -56,64 +56,6 @@ _NOTES = {
 
 # Figures of an engine; its cost with the bytes of its inputs and outputs, if the export counted it.
 _Row = tuple[EngineFigures, tuple[EngineCost, int] | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeOptions:
-    """What to time.
-
-    Attributes:
-        engines: stages (`cfm`) or graphs (`cfm.sample`); None takes all.
-        batch_sizes: sizes of dims that count requests; None takes every bucket.
-        context: tokens every request already holds, limited by its slot or pages.
-        repetitions: timed calls per engine; None chooses by device.
-        tolerance: fraction by which a median may exceed the baseline's.
-        compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
-        beside: another artifact of the same model, whose engines are timed alternately with these.
-        has_cold_start: also start a server of the artifact in a separate process, before anything else.
-        has_transfers: also measure memory transfer rates of this machine.
-    """
-
-    engines: tuple[str, ...] | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    context: int = 256
-    repetitions: int | None = None
-    tolerance: float = 0.1
-    compare: str | None = None
-    beside: Path | None = None
-    has_cold_start: bool = True
-    has_transfers: bool = True
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.engines == ():
-            problems.append("--engine: empty")
-        if self.batch_sizes == ():
-            problems.append("--batch: empty")
-        if self.context < 0:
-            problems.append(f"--context {self.context}: must be at least 0")
-        if self.repetitions is not None and self.repetitions < 1:
-            problems.append(f"--repetitions {self.repetitions}: must be at least 1")
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            problems.append(f"--tolerance {self.tolerance}: must be a finite number of at least 0")
-        if self.compare == "patch-embed" and self.engines and not self._names_patch_embed():
-            problems.append("--compare patch-embed: --engine must include vision_encoder")
-        if problems:
-            raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
-
-    def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
-        """Whether to time `stage.graph` at `sizes`."""
-        batch = _batch(sizes)
-        return self.names(engine) and (
-            self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
-        )
-
-    def _names_patch_embed(self) -> bool:
-        return any(name.partition(".")[0] == "vision_encoder" for name in self.engines or ())
-
-    def names(self, engine: str) -> bool:
-        """Whether to time `stage.graph` at any size."""
-        return self.engines is None or bool({engine, engine.partition(".")[0]} & {*self.engines})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +255,7 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
         )
     named = [each for each in targets if options.names(each.name)]
     chosen = [each for each in named if options.choose(each.name, each.sizes)]
-    sizes = {size for each in named for size in _batch(each.sizes)}
+    sizes = {size for each in named for size in request_counts(each.sizes)}
     absent = {*(options.batch_sizes or ())} - sizes if sizes else set()
     idle = {*(options.engines or ())} - {name for each in chosen for name in (each.stage, each.name)}
     if absent or idle:
@@ -325,10 +267,6 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
             fix="leave --batch out to time all sizes",
         )
     return chosen
-
-
-def _batch(sizes: Mapping[str, int]) -> list[int]:
-    return [sizes[dim] for dim in _BATCH_DIMS if dim in sizes]
 
 
 def _targets(artifact: Artifact) -> Iterator[_Target]:

@@ -5,123 +5,123 @@ Engines and memory pools have their own options.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingc.errors import ConfigError
+from mingc.options import BYTES, SECONDS, check, option
 
-MIB = 1024 * 1024
 _ORIGIN = re.compile(r"https?://[^/\s]+")
 ANY_PUBLIC_HOST = "*"  # entry of `allow_media_hosts`
-# Command-line names of the options that have one.
-_OPTIONS = {
-    "max_connections": "--max-connections",
-    "max_concurrent_requests": "--max-concurrent-requests",
-    "max_body_bytes": "--max-body-bytes",
-    "max_total_body_bytes": "--max-total-body-bytes",
-    "max_media_bytes": "--max-media-bytes",
-    "max_speech_characters": "--max-speech-characters",
-    "header_timeout_s": "--header-timeout",
-    "body_timeout_s": "--body-timeout",
-    "body_idle_timeout_s": "--body-idle-timeout",
-    "write_timeout_s": "--write-timeout",
-    "media_timeout_s": "--media-timeout",
-    "shutdown_timeout_s": "--shutdown-timeout",
-    "drain_s": "--drain-seconds",
-}
+_ADDRESS, _ACCESS, _LIMITS, _TIMES, _MEDIA, _END = (
+    "Address", "Access", "Limits of requests", "Timeouts of connections", "Media", "Shutdown",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """Options of the HTTP server, validated on construction.
+    """Options of the HTTP server, validated on construction."""
 
-    Attributes:
-        host: address or host name to listen on.
-        port: TCP port; 0 lets the system choose one.
-        allow_media_hosts: `host` or `host:port` entries that media may be fetched from. An entry without a port
-            allows the default port of the scheme only. `*` allows every host whose addresses are all public, at the
-            default ports. Empty: http(s) URLs are refused.
-        media_root: folder under which local paths may be read. None: local paths are refused.
-        max_connections: open connections; None derives it from the limit on file descriptors.
-        max_body_bytes: largest request body.
-        max_total_body_bytes: bodies, and then the media, of all requests together; further ones get a 503.
-        max_media_bytes: largest total of the decoded media of one request, in bytes.
-        max_concurrent_requests: chat and speech requests inside the server (body being read, queued or generating);
-            further ones get a 503.
-        max_speech_characters: longest `input` of a speech request.
-        max_instructions_characters: longest `instructions`.
-        media_timeout_s: time to fetch one URL, redirects included.
-        header_timeout_s: time from the connection, or the end of the previous response, to the end of the request
-            headers.
-        body_timeout_s: time a client has to send its body.
-        body_idle_timeout_s: time between two parts of a body.
-        write_timeout_s: time that a client may go without reading a pending response.
-        retry_after_s: `Retry-After` header of a 503.
-        drain_s: time that the port stays open after SIGTERM, while `/ready` answers 503 and requests are served.
-        shutdown_timeout_s: time that running requests may continue after that, or after SIGINT.
-        api_key_file: file of accepted API keys, besides those of the environment; without any, none is needed.
-        has_open_metrics: whether `/metrics` needs no key.
-        cors_origins: origins whose pages may call the server; `*`: all. Empty: no CORS headers are sent.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    allow_media_hosts: tuple[str, ...] = ()
-    media_root: Path | None = None
-    max_connections: int | None = None
-    max_body_bytes: int = 128 * MIB
-    max_total_body_bytes: int = 512 * MIB
-    max_media_bytes: int = 96 * MIB
-    max_concurrent_requests: int = 256
-    max_speech_characters: int = 32_768
-    max_instructions_characters: int = 1000
-    media_timeout_s: float = 30.0
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
-    body_idle_timeout_s: float = 15.0
-    write_timeout_s: float = 60.0
-    retry_after_s: int = 1
-    drain_s: float = 2.0
-    shutdown_timeout_s: float = 5.0
-    api_key_file: Path | None = None
-    has_open_metrics: bool = False
-    cors_origins: tuple[str, ...] = ()
+    host: str = option(
+        "127.0.0.1", "--host", metavar="ADDRESS", group=_ADDRESS, help="Address or host name to listen on."
+    )
+    port: int = option(
+        8000, "--port", least=0, most=65535, group=_ADDRESS, help="TCP port; 0 lets the system choose one."
+    )
+    api_key_file: Path | None = option(
+        None, "--api-key-file", group=_ACCESS,
+        help="File of accepted API keys, one per line, reread when it changes; MINGC_API_KEYS adds more (with commas). "
+        "Without keys, none is needed.",
+    )  # fmt: skip
+    has_open_metrics: bool = option(
+        False, "--open-metrics/--no-open-metrics", group=_ACCESS, help="Answer /metrics without an API key."
+    )
+    cors_origins: tuple[str, ...] = option(
+        (), "--cors-origin", repeats=True, metavar="ORIGIN", group=_ACCESS,
+        help="Let pages of this origin call the server; may be given several times; `*`: all.",
+    )  # fmt: skip
+    max_concurrent_requests: int = option(
+        256, "--max-concurrent-requests", least=1, group=_LIMITS,
+        help="Chat and speech requests inside the server (read, queued or generated) before a 503.",
+    )  # fmt: skip
+    max_connections: int | None = option(
+        None, "--max-connections", least=1, group=_LIMITS, shown_default="by `ulimit -n`, at most 4096",
+        help="Open connections; a further one closes the connection that has been idle longest.",
+    )  # fmt: skip
+    max_body_bytes: int = option(
+        128 << 20, "--max-body-bytes", unit=BYTES, least=1, group=_LIMITS, help="Largest request body."
+    )
+    max_total_body_bytes: int = option(
+        512 << 20, "--max-total-body-bytes", unit=BYTES, least=1, group=_LIMITS,
+        help="Bodies and media of all requests together before a 503.",
+    )  # fmt: skip
+    max_speech_characters: int = option(
+        32_768, "--max-speech-characters", least=1, group=_LIMITS, help="Longest `input` of a speech request."
+    )
+    max_instructions_characters: int = option(
+        1000, least=1, help="Longest `instructions` of a speech request."
+    )
+    header_timeout_s: float = option(
+        10.0, "--header-timeout", unit=SECONDS, above=0, group=_TIMES,
+        help="Time for the headers of a request, from the connection or the end of the previous response.",
+    )  # fmt: skip
+    body_timeout_s: float = option(
+        60.0, "--body-timeout", unit=SECONDS, above=0, group=_TIMES, help="Time for the body of a request."
+    )
+    body_idle_timeout_s: float = option(
+        15.0,
+        "--body-idle-timeout",
+        unit=SECONDS,
+        above=0,
+        group=_TIMES,
+        help="Time between two parts of a body.",
+    )
+    write_timeout_s: float = option(
+        60.0, "--write-timeout", unit=SECONDS, above=0, group=_TIMES,
+        help="Time that a client may go without reading its response.",
+    )  # fmt: skip
+    allow_media_hosts: tuple[str, ...] = option(
+        (), "--allow-media-host", repeats=True, metavar="HOST[:PORT]", group=_MEDIA,
+        help="Fetch http(s) media from this host, without PORT from the default port of the scheme only; may be given "
+        "several times. `*`: from every public address.",
+    )  # fmt: skip
+    media_root: Path | None = option(
+        None, "--media-root", group=_MEDIA, help="Read local media under this folder."
+    )
+    max_media_bytes: int = option(
+        96 << 20, "--max-media-bytes", unit=BYTES, least=1, group=_MEDIA,
+        help="Total size of the media files of one request.",
+    )  # fmt: skip
+    media_timeout_s: float = option(
+        30.0, "--media-timeout", unit=SECONDS, above=0, group=_MEDIA,
+        help="Time to fetch one media URL, redirects included.",
+    )  # fmt: skip
+    retry_after_s: int = option(1, unit=SECONDS, least=0, help="`Retry-After` header of a 503.")
+    drain_s: float = option(
+        2.0, "--drain-seconds", unit=SECONDS, least=0, group=_END,
+        help="Time that the port stays open after SIGTERM, while /ready answers 503 and requests are served.",
+    )  # fmt: skip
+    shutdown_timeout_s: float = option(
+        5.0, "--shutdown-timeout", unit=SECONDS, least=0, group=_END,
+        help="Time that running requests may continue after the port is closed or a rank is lost.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         problems = []
-        if not 0 <= self.port <= 65535:
-            problems.append(f"--port {self.port} is not between 0 and 65535")
         for host in self.allow_media_hosts:
             if host != ANY_PUBLIC_HOST and not _is_host_entry(host):
-                problems.append(f"--allow-media-host {host!r} is not `host`, `host:port` or `*`")
+                problems.append(f"--allow-media-host {host!r}: is not `host`, `host:port` or `*`")
         if self.media_root is not None and not self.media_root.is_dir():
-            problems.append(f"--media-root {str(self.media_root)!r} is not a folder")
-        for name in ("max_body_bytes", "max_total_body_bytes", "max_media_bytes", "max_concurrent_requests",
-                     "max_speech_characters", "max_instructions_characters", "media_timeout_s",
-                     "header_timeout_s", "body_timeout_s", "body_idle_timeout_s", "write_timeout_s"):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"{_OPTIONS.get(name, name)} is {getattr(self, name)}, which is not above 0")
-        if self.max_connections is not None and self.max_connections <= 0:
-            problems.append(f"--max-connections is {self.max_connections}, which is not above 0")
+            problems.append(f"--media-root {self.media_root}: is not a folder")
         if self.max_total_body_bytes < self.max_body_bytes:
             problems.append(
-                f"--max-total-body-bytes {self.max_total_body_bytes} is below --max-body-bytes "
-                f"{self.max_body_bytes}"
+                f"--max-total-body-bytes {BYTES.text(self.max_total_body_bytes)}: is below --max-body-bytes "
+                f"{BYTES.text(self.max_body_bytes)}"
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                problems.append(f"--cors-origin {origin!r} is not `scheme://host[:port]` or `*`")
-        for name in ("shutdown_timeout_s", "drain_s", "retry_after_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append(
-                    f"{_OPTIONS.get(name, name)} is {getattr(self, name)}, which is not 0 or above"
-                )
-        if problems:
-            raise ConfigError(
-                "; ".join(problems), where="options of the HTTP server", fix="see `mingc serve --help`"
-            )
+                problems.append(f"--cors-origin {origin}: is not `scheme://host[:port]` or `*`")
+        check(self, *problems, where="options of the HTTP server", fix="see `mingc serve --help`")
 
 
 def _is_host_entry(entry: str) -> bool:

@@ -19,7 +19,7 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
-    "mingc.defaults": (),
+    "mingc.options": ("mingc.errors",),
     "mingc.plugins": ("mingc.errors",),
     # The machine and what it has: GPUs, libraries, memory, the parent process.
     "mingc.host": (),
@@ -29,8 +29,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
     "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
     "mingc.console.signals": (),
-    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc.host", "mingc"),
+    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors", "mingc.options"),
+    "mingc.console.child_main": ("mingc.console.signals", "mingc.cli", "mingc.host"),
+    # Loads the commands by name.
+    "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
+    "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
@@ -50,7 +53,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc",
         "mingc.artifacts",
         "mingc.artifacts.target",
-        "mingc.defaults",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
@@ -62,13 +64,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.triton",
         "mingc.media.dsp",
         "mingc.numerics",
+        "mingc.options",
         "mingc.plugins",
     ),
     "mingc.text": ("mingc.errors",),
     "mingc.media.dsp": ("mingc.errors",),
     # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
     "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.prompts"),
+    "mingc.media": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.media.dsp",
+        "mingc.options",
+        "mingc.prompts",
+    ),
     # Inside the runtime, from what everything shares up to the service.
     "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
@@ -123,6 +133,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -133,11 +144,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.text",
     ),
     # What every kind of session shares; a folder for each kind beside it; the app knows them all.
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.runtime"),
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.options", "mingc.runtime"),
     "mingc.server.http": (
         "mingc",
         "mingc.errors",
         "mingc.host",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.server",
@@ -167,6 +179,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
@@ -176,6 +189,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.errors",
         "mingc.media",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",
@@ -201,8 +215,6 @@ ALLOWED["conformance"] = (
     "mingc.runtime.thinker.ranks",
     "mingc.verify",
 )
-# Only the command line knows export, runtime, verify and probe together.
-UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
 
 
 def module_name(path: Path) -> str:
@@ -213,6 +225,12 @@ def module_name(path: Path) -> str:
 MODULES = {
     module_name(path): path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))
 }
+# Only the commands know export, runtime, verify and probe together.
+UNRESTRICTED = (
+    "mingc",
+    "mingc.__main__",
+    *(module for module in MODULES if (module + ".").startswith("mingc.commands.")),
+)
 
 
 def package_of(module: str) -> str:
@@ -223,7 +241,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.cli", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:

@@ -502,9 +502,7 @@ def test_kinds_of_lines_are_forgotten_when_there_are_very_many(monkeypatch: pyte
     assert passes("first")
 
 
-def test_the_file_of_keys_is_looked_at_once_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_keys_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither at each request nor never."""
     now = 100.0
     monkeypatch.setattr("mingc.server.api_keys.time.monotonic", lambda: now)

@@ -47,9 +47,7 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
         builder.usage_chunk(USAGE),
         builder.completion(text="a", audio=None, done=DONE),
     ]
-    assert {(each.id, each.model, each.created) for each in objects} == {
-        ("chatcmpl-1", "m", 1_700_000_000)
-    }
+    assert {(each.id, each.model, each.created) for each in objects} == {("chatcmpl-1", "m", 1_700_000_000)}
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

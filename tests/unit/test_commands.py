@@ -25,9 +25,11 @@ import click
 import pytest
 
 import mingc
-from mingc import cli, demo, doctor, plan
+from mingc import doctor
 from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
+from mingc.commands import export as export_command
+from mingc.commands import probe as probe_command
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
 from mingc.export import checkpoint_writer, pipeline
@@ -35,7 +37,7 @@ from mingc.export.pipeline import Step
 from mingc.export.recipe import ExportRecipe
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.options import MediaOptions
-from mingc.plan import Load
+from mingc.options import options_of
 from mingc.probe import baseline, engine_trial, prober
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.service import builder
@@ -65,24 +67,20 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keyword arguments that `verify` and `run_demo` get, and attributes of the recipe of an export."""
+    """Keyword arguments that `verify` gets, and the recipe of an export."""
     found: list[dict[str, Any]] = []
 
     def verify(path: Path, **given: Any) -> VerifyReport:
         found.append({"path": path, **given})
         return REPORT
 
-    def run_demo(output: Path, **given: Any) -> Result:
-        found.append({"output": output, **given})
-        return Result()
-
     def export(recipe: ExportRecipe) -> Result:
         found.append({"recipe": recipe})
         return Result()
 
     monkeypatch.setattr(verification, "verify", verify)
-    monkeypatch.setattr(demo, "run_demo", run_demo)
-    monkeypatch.setattr(cli, "_export", export)
+    monkeypatch.setattr(export_command, "run_export", export)
+    monkeypatch.setattr(probe_command, "run_export", export)
     return found
 
 
@@ -127,14 +125,8 @@ def test_export_is_for_as_many_ranks_as_asked(ranks: int, calls: list[dict[str, 
     assert [each["recipe"].world_size for each in calls] == [ranks]
 
 
-def test_demo_exports_again_only_with_force(calls: list[dict[str, Any]]) -> None:
-    assert run("demo", "--output", "y") == 0
-    assert run("demo", "--output", "y", "--force") == 0
-    assert [each["again"] for each in calls] == [False, True]
-
-
 @pytest.fixture
-def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
+def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
@@ -175,6 +167,9 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--speech-lead", "0"], "speech_lead", 0),
         (["--speech-lead", "7"], "speech_lead", 7),
         (["--step-timeout", "7"], "step_timeout_s", 7.0),
+        (["--encoder-cache", str(1 << 30)], "encoder_cache", 1 << 30),
+        (["--encoder-cache", "1GiB"], "encoder_cache", 1 << 30),
+        (["--step-timeout", "5min"], "step_timeout_s", 300.0),
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_names", ("a", "b")),
         (["--parse-special-tokens"], "parse_special_tokens", True),
         (["--no-check-hashes"], "check_hashes", False),
@@ -183,14 +178,14 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_serve_opens_the_artifact_with_its_options(
-    words: list[str], name: str, value: object, options_of: Callable[..., EngineOptions]
+    words: list[str], name: str, value: object, served_options: Callable[..., EngineOptions]
 ) -> None:
-    assert getattr(options_of(), name) != value
-    assert getattr(options_of(*words), name) == value
+    assert getattr(served_options(), name) != value
+    assert getattr(served_options(*words), name) == value
 
 
 def test_serve_decodes_media_within_its_options(
-    options_of: Callable[..., EngineOptions], monkeypatch: pytest.MonkeyPatch
+    served_options: Callable[..., EngineOptions], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[tuple[MediaOptions, int]] = []
 
@@ -198,8 +193,8 @@ def test_serve_decodes_media_within_its_options(
         pools.append((options, num_prepared))
 
     monkeypatch.setattr(DecoderPool, "from_options", from_options)
-    threads = options_of(
-        "--max-media-memory", str(1 << 30), "--media-decode-timeout", "3"
+    threads = served_options(
+        "--max-media-memory", "1GiB", "--media-decode-timeout", "3"
     ).num_preprocess_threads
     assert pools == [(MediaOptions(max_media_memory=1 << 30, media_decode_timeout_s=3.0), threads)]
     for words in (["--max-media-memory", "0"], ["--media-decode-timeout", "inf"]):
@@ -378,7 +373,7 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(ExportRecipe)])
+@pytest.mark.parametrize("name", ["checkpoint", *options_of(ExportRecipe)])
 def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[str, Any]]) -> None:
     """None is ignored, and what is not asked for stays as the documentation says."""
     words, value = EXPORT_OPTIONS[name]
@@ -579,8 +574,6 @@ def test_a_signature_is_asked_for_before_anything_is_loaded(
         (["bundle", "prune", "f", "--dry-run"], pruning, "prune", ("f",), {"is_dry": True, "has_cache": False}),
         (["bundle", "prune", "f", "--cache"], pruning, "prune", ("f",), {"is_dry": False, "has_cache": True}),
         (["bundle", "keygen", "k"], signatures, "generate_keys", ("k",), {}),
-        (["demo"], demo, "run_demo", ("demo",), {"checkpoint": None, "again": False}),
-        (["demo", "--checkpoint", "c", "--output", "o"], demo, "run_demo", ("o",), {"checkpoint": Path("c")}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -636,32 +629,6 @@ def test_doctor_examines_every_artifact_that_is_named(monkeypatch: pytest.Monkey
     assert asked == [(), (Path("a"), Path("b"))]
 
 
-PLAN_OPTIONS = {
-    "--listeners": ("listeners", 5),
-    "--chats": ("chats", 6),
-    "--prompt-tokens": ("prompt_tokens", 7),
-    "--answer-tokens": ("answer_tokens", 8),
-    "--token-rate": ("token_rate", 9.5),
-    "--utilisation": ("utilisation", 0.5),
-    "--thinker": ("thinker", "tp4"),
-}
-
-
-@pytest.mark.parametrize("option", PLAN_OPTIONS)
-def test_plan_counts_what_it_is_asked_to(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Load] = []
-
-    def planned(load: Load) -> Result:
-        loads.append(load)
-        return Result()
-
-    monkeypatch.setattr(plan, "plan", planned)
-    name, value = PLAN_OPTIONS[option]
-    others = ["--listeners", "1"] if option != "--listeners" else []
-    assert run("plan", option, str(value), *others) == 0
-    assert getattr(loads[0], name) == value != getattr(Load(listeners=1), name)
-
-
 def test_bundles_are_signed_and_their_signatures_checked_with_the_key_that_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -701,7 +668,10 @@ def test_an_export_replays_records_and_reports_its_steps(
     assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
-    assert "prefill chunk size" in err and json.loads(out) == {"regressions": []}
+    assert err.startswith("export: x --output y --cache ") and "--jobs" not in err, (
+        "only what is not the default"
+    )
+    assert json.loads(out) == {"regressions": []}
 
 
 def test_verify_reports_its_steps_and_counts(

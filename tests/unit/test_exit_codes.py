@@ -106,7 +106,6 @@ def test_debug_adds_the_traceback_of_a_bug(capsys: pytest.CaptureFixture[str]) -
 # one; with 0 the service never closes.
 _SERVE = """
 import asyncio, signal, sys, types
-from dataclasses import make_dataclass
 from fake_service import FakeService
 from mingc.cli import main
 from mingc.console import signals
@@ -117,12 +116,7 @@ class Slow(FakeService):
         while sys.argv[1] == "0":
             await asyncio.sleep(1)
 
-def make_options(given):
-    return make_dataclass("EngineOptions", given)(**given)
-
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
-options = sys.modules["mingc.runtime.service.options"] = types.ModuleType("options")
-options.EngineOptions = lambda **given: make_options({"num_preprocess_threads": 2, **given})
 builder.open_service = lambda *_, media: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -23,7 +23,6 @@ from mingc.artifacts.manifest import (
     TunedKernel,
 )
 from mingc.artifacts.spec import GraphSpec
-from mingc.defaults import BACKEND
 from mingc.dtypes import torch_dtype
 from mingc.errors import CompileError, ExportError, MingcError, WorkerError
 from mingc.export.autotune.tuning import tuned_table
@@ -38,7 +37,7 @@ from mingc.export.compile.engine_cache import trim
 from mingc.export.compile.fastest import distinct_sizes
 from mingc.export.cost.graph_cost import count_cost
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import BACKEND, ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module, load_module, stored_meta_module

@@ -16,7 +16,7 @@ from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
-from mingc.runtime.thinker.worker import StepOptions
+from mingc.runtime.thinker.step_options import StepOptions
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedGoldens, asset_records, read_goldens

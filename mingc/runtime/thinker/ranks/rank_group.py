@@ -33,9 +33,9 @@ from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcas
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, LaunchedTokens, StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
+from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
-STEP_TIMEOUT_S = 60.0
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes

@@ -23,7 +23,7 @@ from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
 LOADED, READY = b"L", b"R"
 
