@@ -1,4 +1,4 @@
-"""A service that writes the time into its chunks, on Serve or in a server of its own: how late do chunks arrive?"""
+"""A service that writes the time into its chunks, on Serve or in a bare server, to measure how late they arrive."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ def application(num_replicas: int, *, affinity: bool = False) -> Any:
 
 
 if __name__ == "__main__":  # a server like `mingc serve`, which prints its address
-    from mingc.server.http.options import ServeOptions
-    from mingc.server.http.server import create_app, serve
+    from mingc.server.app import create_app
+    from mingc.server.lifecycle import serve
+    from mingc.server.options import ServeOptions
 
     app = create_app(ClockService(), ServeOptions(port=0, drain_s=0))
     serve(app, announce=lambda url: print(url, flush=True))

@@ -10,11 +10,9 @@ processes, one after the other, is measured
 - with listeners alone: the most of the given numbers that are served at real time;
 - with text streams alone and beside speakers: their TPOT.
 
-One more server, which is not timed, counts the experts that its decode steps read while it answers text in the closed
-loop (`experts_read`): with random weights, too, the time of a step depends on them.
-
-Every answer of text has all its tokens (`ignore_eos`), so weights may be random. SIGTERM ends the measurement: what was
-measured is written, with a note.
+Every request of a measurement has content of its own, and the measurement fails when the server answers a part of one
+from a cache. Every answer of text has all its tokens (`ignore_eos`), so weights may be random. SIGTERM ends the
+measurement: what was measured is written, with a note.
 
     python benchmarks/conversation.py --artifact /tmp/omni --json benchmarks/results/conversation-….json
 """
@@ -30,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +36,30 @@ import harness
 import httpx
 from arguments import seconds, whole, wholes
 from clients import Clients
-from conversation_clients import SPOKEN, WORKLOADS, Answer, Sizes, closed_loop, open_loop, poisson
+from conversation_clients import (
+    MAX_TURNS,
+    SPOKEN,
+    WORKLOADS,
+    Answer,
+    Sizes,
+    closed_loop,
+    open_loop,
+    poisson,
+    varied_open_loop,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from serving import server
 
 from mingc.artifacts.artifact import open_artifact
-from mingc.artifacts.parameters import ThinkerParameters
 from mingc.probe.stopwatch import percentile
-from mingc.server.http.metrics import STAGES
+from mingc.server.metrics import STAGES
 
 Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]
 _MAX_UNDERRUNS, _MAX_FIRST_AUDIO_MS = 0.01, 300.0
-_WARM_UP = 900_000  # indexes of requests that are not measured begin here
-_COUNTED = 950_000  # those of the server whose experts are counted
-_COUNT_INTERVAL_S = 0.05  # between its counted steps
+_LOAD_INDEXES = 10**7  # indexes of one load's requests: every load has requests that no other one sends
+# Prompts share the beginning of the chat template, which is in the prefix cache after the first one.
+_TEMPLATE_TOKENS = 64
 _BUILD_S = 0.5  # for building the requests of an open loop before the first one is sent
 
 
@@ -157,6 +164,7 @@ class Measurement:
             clip_s=given.clip_seconds,
             sampling=given.sampling,
         )
+        self._num_loads = 0
         self.notes: list[str] = []
 
     def run(self, url: str, samples: Samples) -> None:
@@ -168,30 +176,25 @@ class Measurement:
                 break
             load(url, samples)
 
-    def _closed(self, url: str, workload: str, concurrency: int, rounds: int) -> list[Answer]:
-        return self._clients.load(closed_loop, url, concurrency, (workload,), rounds, self._sizes)
-
-    def experts(self, url: str) -> Figures:
-        """Experts that decode steps of the closed loop of texts read, on a server that counts them."""
-        figures: Figures = []
-        for concurrency in self._given.concurrency:
-            if time.perf_counter() > self._end:
-                self.notes.append(f"--limit {self._given.limit:g}: experts were not counted to the end")
-                break
-            before = httpx.get(f"{url}/metrics").text
-            arguments = (("text",), self._given.rounds, self._sizes, _COUNTED)
-            self._clients.load(closed_loop, url, concurrency, *arguments)
-            keys = {"load": "counted", "workload": "text", "concurrency": concurrency}
-            figures += experts_read(before, httpx.get(f"{url}/metrics").text, **keys)
-        return figures
+    def _load(
+        self, run: Callable[..., list[Any]], url: str, concurrency: int, workloads: Sequence[str], *when: Any
+    ) -> list[Any]:
+        """Answers of one load, none of whose requests was sent before. `when`: rounds, or times, and an end."""
+        self._num_loads += 1
+        before = encoder_hits(httpx.get(f"{url}/metrics").text)
+        arguments = (workloads, when[0], self._sizes, self._num_loads * _LOAD_INDEXES, *when[1:])
+        answers = self._clients.load(run, url, concurrency, *arguments)
+        check_cold(answers, encoder_hits(httpx.get(f"{url}/metrics").text) - before)
+        return answers
 
     def _closed_loops(self) -> list[Callable[[str, Samples], None]]:
         def load(workload: str, concurrency: int) -> Callable[[str, Samples], None]:
             def run(url: str, samples: Samples) -> None:
-                self._clients.load(closed_loop, url, concurrency, (workload,), 1, self._sizes, _WARM_UP)
+                self._load(closed_loop, url, concurrency, (workload,), 1)  # warms up
                 rounds = self._given.single_rounds if concurrency == 1 else self._given.rounds
                 keys = {"load": "closed", "workload": workload, "concurrency": concurrency}
-                add_answers(samples, self._closed(url, workload, concurrency, rounds), **keys)
+                answers = self._load(closed_loop, url, concurrency, (workload,), rounds)
+                add_answers(samples, answers, **keys)
 
             return run
 
@@ -205,14 +208,13 @@ class Measurement:
         spoken = [each for each in self._given.workloads if each in SPOKEN]
         if not spoken or not self._given.bisections:
             return
-        sizes = replace(self._sizes, is_varied=True)
 
         def is_in_time(rate: float) -> bool:
             least = len(self._given.workloads)
             offsets = poisson(rate, self._given.window, seed=round(1e3 * rate), least=least)
             begin = time.perf_counter() + _BUILD_S
             due = [begin + offset for offset in offsets]
-            found = self._clients.load(open_loop, url, len(due), self._given.workloads, due, sizes)
+            found = self._load(varied_open_loop, url, len(due), self._given.workloads, due)
             answers = [each for each in found if each is not None]
             keys = {"load": "open", "requests_per_s": round(rate, 3)}
             add_answers(samples, answers, **keys)
@@ -236,7 +238,7 @@ class Measurement:
             # All start within the time of a few patches, not in the same instant.
             begin = time.perf_counter() + _BUILD_S
             due = [begin + index * self._given.stagger / count for index in range(count)]
-            found = self._clients.load(open_loop, url, count, ("speech",), due, self._sizes, 10_000)
+            found = self._load(open_loop, url, count, ("speech",), due)
             answers = [each for each in found if each is not None]
             keys = {"load": "listeners", "listeners": count}
             add_answers(samples, answers, **keys)
@@ -255,9 +257,7 @@ class Measurement:
             until = time.perf_counter() + self._given.window
             keys = {"load": "beside", "streams": streams, "speakers": count}
             workloads = ("text",) * streams + ("speech",) * count
-            found = self._clients.load(
-                closed_loop, url, len(workloads), workloads, 10**6, self._sizes, 20_000, until
-            )
+            found = self._load(closed_loop, url, len(workloads), workloads, MAX_TURNS, until)
             answers = [each for each in found if each.text is not None]
             spoken = [each for each in found if each.text is None]
             texts = [each.text for each in answers if each.text is not None]
@@ -269,33 +269,19 @@ class Measurement:
                 samples.add("underrun_share", "of all chunks", [underrun_share(spoken)], **keys)
 
 
-def counted_steps(metrics: str) -> dict[int, tuple[float, float]]:
-    """Of a scrape of `/metrics`: by rows of a decode step, how many were counted, and the sum of their experts."""
-    names = "mingc_thinker_counted_steps_total", "mingc_thinker_experts_read_total"
-    steps, experts = (
-        {
-            int(sample.labels["batch"]): sample.value
-            for family in text_string_to_metric_families(metrics)
-            for sample in family.samples
-            if sample.name == name
-        }
-        for name in names
-    )
-    return {rows: (count, experts[rows]) for rows, count in sorted(steps.items())}
+def encoder_hits(metrics: str) -> float:
+    """Media that the server did not encode again, of a scrape of `/metrics`."""
+    samples = (each for family in text_string_to_metric_families(metrics) for each in family.samples)
+    return sum(each.value for each in samples if each.name == "mingc_encoder_cache_hits_total")
 
 
-def experts_read(before: str, after: str, **keys: Any) -> Figures:
-    """Figures of the steps that were counted between two scrapes of `/metrics`."""
-    first, last = counted_steps(before), counted_steps(after)
-    figures: Figures = []
-    for rows, (steps_after, experts_after) in last.items():
-        steps_before, experts_before = first.get(rows, (0.0, 0.0))
-        count = round(steps_after - steps_before)
-        if count:
-            mean = round((experts_after - experts_before) / count, 3)
-            row = {"name": "experts_read", **keys, "batch": rows, "unit": "experts a layer"}
-            figures.append({**row, "mean": mean, "counted_steps": count})
-    return figures
+def check_cold(answers: Sequence[Answer | None], hits: float) -> None:
+    """Raises: SystemExit when a request was answered from the prefix cache, or `hits` media from the encoder cache."""
+    cached = max((each.text.cached_tokens for each in answers if each and each.text), default=0)
+    if hits or cached > _TEMPLATE_TOKENS:
+        raise SystemExit(
+            f"requests were repeated: {cached} tokens of a prompt and {hits:g} media came from a cache"
+        )
 
 
 def beside_ratios(samples: Samples) -> Figures:
@@ -318,13 +304,6 @@ def beside_ratios(samples: Samples) -> Figures:
         for share in (0.5, 0.99)
         for ratio in [percentile(beside, share) / percentile(alone, share)]
     ]
-
-
-def has_routers(artifact: Path) -> bool:
-    """Whether a server over the artifact can count experts."""
-    manifest = open_artifact(artifact).manifest
-    decoder = manifest.graph.text_decoder()
-    return decoder is not None and manifest.parameters_of(decoder, ThinkerParameters).router is not None
 
 
 def workload_names(text: str) -> tuple[str, ...]:
@@ -389,12 +368,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--streams", type=whole(0, 256), default=16, help="text streams beside speakers; 0: none"
     )
     parser.add_argument("--speakers", type=whole(0, 256), default=16)
-    parser.add_argument(
-        "--count-experts",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="start one more server that counts the experts its decode steps read",
-    )
     parser.add_argument("--limit", type=seconds, default=7200.0, help="seconds after which no load is begun")
     parser.add_argument("--client-processes", type=whole(1, 64), default=4)
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
@@ -411,11 +384,6 @@ def main() -> None:
     measurement = Measurement(clients, given)
     states: list[dict[str, str]] = []
     health: dict[str, Any] = {}
-    counted: Figures = []
-    can_count = given.count_experts and "text" in given.workloads
-    if can_count and not has_routers(given.artifact):
-        can_count = False
-        measurement.notes.append("experts were not counted: the artifact does not say how they are selected")
     signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "server.log"
@@ -425,16 +393,13 @@ def main() -> None:
                 with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
                     health = httpx.get(f"{url}/health").json()
                     samples = Samples()
-                    samples.add("cold_start_s", "s", [phases["whole"]])
+                    for phase, passed in phases.items():
+                        samples.add("cold_start_s", "s", [passed], phase=phase)
                     try:
                         measurement.run(url, samples)
                     finally:
                         total.merge(samples)
                         states.append(harness.device_state())
-            if can_count:
-                words += ["--expert-usage-interval", str(_COUNT_INTERVAL_S)]
-                with server(given.artifact, Path(scratch) / "caches", log, words) as (url, _, _):
-                    counted = measurement.experts(url)
         except _Ended:
             measurement.notes.append("SIGTERM: the measurement was ended before it was complete")
         finally:
@@ -442,7 +407,7 @@ def main() -> None:
             clients.close()
             if log.exists():
                 print(log.read_text()[-2000:], file=sys.stderr)
-    figures = [*total.figures(), *beside_ratios(total), *counted]
+    figures = [*total.figures(), *beside_ratios(total)]
     for figure in figures:
         print(" ".join(f"{key}={value}" for key, value in figure.items()))
     for note in measurement.notes:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import chat_clients
@@ -27,6 +27,7 @@ from speech_clients import ReceivedSpeech
 WORKLOADS = ("text", "image", "clip", "speech")
 SPOKEN = ("clip", "speech")  # workloads whose answers have sound
 _CLIP_RATE = 16_000
+MAX_CLIENTS, MAX_TURNS = 1_000, 10_000  # of a load: their product is the number of its requests
 _SPREAD = 0.5  # lengths of answers are uniform within this share of the wanted one
 
 
@@ -96,7 +97,7 @@ class Answer:
 
 
 def image_url(pixels: int, index: int) -> str:
-    """A picture of random blocks as a JPEG data URL; `index` makes it another, so nothing is answered from a cache."""
+    """A picture of random blocks as a JPEG data URL; `index` makes it another."""
     blocks = np.random.default_rng(index).integers(0, 256, (8, 8, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(blocks).resize((pixels, pixels), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -154,10 +155,12 @@ def closed_loop(
     workloads: Sequence[str],
     rounds: int,
     sizes: Sizes,
-    first: int = 0,
+    first: int,
     until: float | None = None,
 ) -> list[Answer]:
-    """The clients `indexes`, each with `rounds` sequential requests; none but its first is sent after time `until`.
+    """Run the clients `indexes`, each with `rounds` sequential requests; only its first is sent after time `until`.
+
+    Requests have the indexes from `first`, and no index twice.
 
     The workloads are those of the clients, in turns.
     """
@@ -167,7 +170,7 @@ def closed_loop(
         for turn in range(rounds):
             if until is not None and answers and time.perf_counter() > until:
                 break
-            body = request_of(workload, first + 1000 * turn + index, sizes)
+            body = request_of(workload, first + MAX_CLIENTS * turn + index, sizes)
             answers.append(await ask(client, workload, body))
         return answers
 
@@ -179,7 +182,7 @@ def closed_loop(
 
 
 def open_loop(
-    url: str, indexes: range, workloads: Sequence[str], due: Sequence[float], sizes: Sizes, first: int = 0
+    url: str, indexes: range, workloads: Sequence[str], due: Sequence[float], sizes: Sizes, first: int
 ) -> list[Answer | None]:
     """Requests that are sent at the times `due`, those of `indexes`, whether earlier ones are answered or not.
 
@@ -201,6 +204,13 @@ def open_loop(
             return await asyncio.gather(*(one(client, index) for index in indexes))
 
     return asyncio.run(all_of_them())
+
+
+def varied_open_loop(
+    url: str, indexes: range, workloads: Sequence[str], due: Sequence[float], sizes: Sizes, first: int
+) -> list[Answer | None]:
+    """As `open_loop`, with answers of different lengths."""
+    return open_loop(url, indexes, workloads, due, replace(sizes, is_varied=True), first)
 
 
 def poisson(rate: float, window_s: float, seed: int, least: int = 1) -> list[float]:

@@ -1,4 +1,4 @@
-"""What media cost the host: decoding per core, and the longest gap of a server's event loop meanwhile. No GPU.
+"""Cost of media on the host: decoding per core, and gaps of a server's event loop. No GPU.
 
 Media are made here: a JPEG of 1920×1080, a FLAC of 30 s, an H.264 clip of 10 s of 1280×720, and for the event loop also
 one that is slow to decode (a PNG of 48 million pixels) and a large one (a WAV of 86 MB). They are decoded one after the
@@ -38,11 +38,13 @@ from numpy.typing import NDArray
 from part_driver import python_path
 
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.task import MediaTask, digest_of, num_bytes, run_task
+from mingc.media.decoding import digest_of, run_task
+from mingc.media.limits import DEFAULT_MEDIA_BYTES
+from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.long_strings import decode_base64
-from mingc.server.http.options import ServeOptions
+from mingc.server.http.body import decode_base64
 from mingc.server.http.parsing import parse_chat
+from mingc.server.options import ServeOptions
 
 _TIMEOUT_S = 600.0  # on a machine that does much else
 _QUIET_S = 5.0  # of the stream alone, before media are sent
@@ -69,8 +71,12 @@ class Medium:
     @property
     def task(self) -> MediaTask:
         if self.kind == "audio":
-            return MediaTask(kind="audio", where="clip", audio=audio_parameters())
-        return MediaTask(kind=self.kind, where="picture", vision=vision_parameters())
+            return MediaTask(
+                kind="audio", where="clip", max_bytes=DEFAULT_MEDIA_BYTES, audio=audio_parameters()
+            )
+        return MediaTask(
+            kind=self.kind, where="picture", max_bytes=DEFAULT_MEDIA_BYTES, vision=vision_parameters()
+        )
 
     def body(self) -> bytes:
         """A chat request with this medium that asks for one token."""
@@ -200,7 +206,7 @@ def decoding(medium: Medium, pool: DecoderPool, count: int) -> Figure:
         "name": "decoding",
         "medium": medium.name,
         "bytes": len(data),
-        "feature_bytes": num_bytes(features),
+        "feature_bytes": features.num_bytes,
         "unit": "ms",
         "decode": decode,
         # Processor time of the server alone: copies to and from the decoder process.
@@ -292,7 +298,7 @@ def server() -> Iterator[tuple[str, Callable[[], Figure]]]:
 
 
 def send(url: str, body: bytes) -> float:
-    """Seconds of a request that is answered with one token."""
+    """Seconds of a request for one token."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     start = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})

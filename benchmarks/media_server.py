@@ -1,4 +1,4 @@
-"""A server without a model, for measuring what media cost its event loop; started by `media_decode.py`.
+"""A server without a model; `media_decode.py` measures with it what media cost the event loop.
 
 HTTP, preprocessing, decoder processes, encoder threads, scheduler and output are those of `mingc serve`, with the
 parameters of the released model. Only the engines are missing: encoders return zeros at once, and a thinker's step
@@ -26,32 +26,33 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
-from mingc.media.audio import AudioFeatures
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.omni import ChatPipeline, OmniService
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import ChatPipeline
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
+from mingc.server.options import ServeOptions
 
 STEP_S = 0.02  # 50 tokens per second
 ROOT = Path(__file__).resolve().parent.parent
 _TOKENIZER = ROOT / "tests" / "data" / "tiny-ming" / "tokenizer.json"
 _VOCAB = 576  # of this tokenizer
 _CONTEXT, _PAGE = 1 << 17, 64
-_CACHE_BYTES = 1 << 16  # less than any medium has: each request's is encoded, as if no other had sent it
+_CACHE_BYTES = 1 << 16  # less than any medium needs, so every medium is encoded
 _TICK_S = 0.001
 
 
@@ -158,7 +159,6 @@ class _PacedRunner:
     samples_on_device = False
     num_layer_groups = 1
     latency_model = None
-    experts_read = None
 
     def __init__(self, token: int) -> None:
         self._logits = torch.zeros(_VOCAB)
@@ -220,7 +220,7 @@ def open_service() -> OmniService:
     )  # fmt: skip
     pipeline = ChatPipeline(
         processor=ChatProcessor(
-            tokenizer, thinker, vision=vision, audio=audio, max_tokens=_CONTEXT, decode=decoders.run
+            tokenizer, thinker, vision=vision, audio=audio, max_tokens=_CONTEXT, decoder=decoders
         ),
         tokenizer=tokenizer,
         vision=EncoderLoop("vision_encoder", _Zeros(vision.merge_size, vision.hidden_size), cache),
@@ -233,7 +233,7 @@ def open_service() -> OmniService:
             prefix_salt=b"no model",
         ),
         encoder_cache=cache,
-        decoders=decoders,
+        media=decoders,
     )
     return OmniService(info, chat=pipeline, speech=None)
 

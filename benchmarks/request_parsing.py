@@ -1,8 +1,8 @@
 """Request parsing: requests per second on usual bodies, seconds and peak memory on the worst ones. Needs no GPU.
 
-Each body is parsed in a process of its own, whose peak memory is its resident set at the end minus that before. With
-`--baseline DIR` the same bodies are parsed by the package in that folder too (an earlier commit's checkout), turn by
-turn with this one's. A body that is refused counts as parsed: `answer` is the error's code.
+A new process parses each body; its peak memory is the growth of its resident set. With `--baseline DIR` the package
+in that folder (a checkout of an earlier commit) parses the same bodies, in turns with this one. A body that is
+refused counts as parsed: `answer` is the error's code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from arguments import whole
@@ -58,7 +59,7 @@ def image(size: int) -> bytes:
 
 
 def padded(head: str, item: str, tail: str, size: int, limit: int) -> bytes:
-    """`item` repeated to `size` bytes or `limit` times, whatever is less."""
+    """`item` repeated to `size` bytes, but at most `limit` times."""
     count = min(size // len(item), limit)
     return (head + item * (count - 1) + item.rstrip(",") + tail).encode()
 
@@ -107,22 +108,11 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
         model="ming-omni", sample_rate=44100, voices=("DB30",), default_voice="DB30", has_text=True,
         has_image=True, has_video=True, has_audio_input=True, has_speech=True,
     )  # fmt: skip
-    try:
-        from mingc.server.http.options import ServeOptions
-        from mingc.server.http.parsing import parse_chat
-    except ImportError:  # before msgspec: untyped JSON first, checked field by field
-        config, protocol, fields = (
-            importlib.import_module(f"mingc.runtime.{each}") for each in ("config", "protocol", "json_fields")
-        )
-        old_options = config.ServeOptions()
+    parsing = _first_module("mingc.server.http.parsing", "mingc.runtime.http.parsing")
+    options = _first_module("mingc.server.options", "mingc.runtime.http.options").ServeOptions()
 
-        def parse(raw: bytes) -> object:
-            return protocol.parse_chat(fields.parse_json(raw), info, old_options)
-    else:
-        options = ServeOptions()
-
-        def parse(raw: bytes) -> object:
-            return parse_chat(raw, info, options)
+    def parse(raw: bytes) -> object:
+        return parsing.parse_chat(raw, info, options)
 
     raw = bodies(size)[name]()
     _reset_peak()
@@ -143,6 +133,14 @@ def measure(name: str, size: int, repeats: int) -> dict[str, Any]:
         "peak_mb": round((_memory("VmHWM") - before) / MB, 1),
         "answer": answer,
     }
+
+
+def _first_module(*names: str) -> ModuleType:
+    """The first module that this folder's package has; later names are those of earlier commits."""
+    root = Path(importlib.import_module("mingc").__path__[0]).parent
+    return importlib.import_module(
+        next(name for name in names if (root / name.replace(".", "/")).with_suffix(".py").is_file())
+    )
 
 
 def _memory(field: str) -> int:

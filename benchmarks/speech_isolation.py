@@ -1,8 +1,8 @@
 """Isolation of speech: 16 mixed requests in several arrival patterns, compared with each run alone.
 
-Runs through `TalkerWorker`. Two questions, two figures each: in one and the same bucket, is it bit for bit what the
-request gives alone (the rest of the bucket is padding then); and how far do buckets differ from each other, in the
-first patch and over the whole. Differences are relative to the request's largest sample alone.
+Runs through `TalkerWorker`. Two questions. Within one bucket: is the speech bit for bit the same as alone, where
+padding fills the bucket? Between buckets: how large is the difference, in the first patch and over the whole?
+Differences are relative to the request's largest sample alone.
 
     python benchmarks/speech_isolation.py --artifact /tmp/small --json benchmarks/results/speech-isolation-….json
 
@@ -167,7 +167,7 @@ def open_worker(artifact: Artifact, device: torch.device) -> TalkerWorker:
 @contextmanager
 def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
     """Run every patch inside the block in the bucket `size`."""
-    engines = worker._engines
+    engines = worker.engines
     sizes, engines.batch_sizes = engines.batch_sizes, [size]
     try:
         yield
@@ -179,7 +179,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: Arri
     """Run the requests of `pattern`, as many at a time as fit. Returns the patches of each; [] for absent requests."""
     waves: Waves = [[] for _ in segments]
     coming = list(pattern.arrivals)
-    most = min(worker._engines.batch_sizes[-1], worker.num_slots - 1)
+    most = min(worker.engines.batch_sizes[-1], worker.num_slots - 1)
     # Slots are allocated from the last one; rows are launched in the order of admission.
     free, running = list(range(1, most + 1)), dict[int, int]()
     boundary = 0
@@ -225,7 +225,7 @@ def compare(waves: Waves, alone: Waves) -> tuple[float, float, int]:
 
 def measure(worker: TalkerWorker, segments: Sequence[SpeechSegment]) -> list[dict[str, Any]]:
     """Figures of every pattern, inside the largest bucket and across buckets."""
-    sizes = list(worker._engines.batch_sizes)
+    sizes = list(worker.engines.batch_sizes)
     largest = sizes[-1]
     alone = {}
     for size in sizes:

@@ -89,9 +89,9 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
     _say(f"compiling for this CPU (details: {log})")
     with _stderr_to(log) as terminal:
         from mingc.errors import MingcError
-        from mingc.export.pipeline import Step, export_artifact
         from mingc.export.recipe import ExportRecipe
-        from mingc.verify.engine_replay import replay
+        from mingc.export.run import Step, export_artifact
+        from mingc.verify.engine_run import run_engine
 
         started = shown = time.monotonic()
 
@@ -115,7 +115,7 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
                 cache=artifact.with_name("engines"),
                 force=True,
             )
-            export_artifact(recipe, replay, report)
+            export_artifact(recipe, run_engine, report)
         except MingcError as error:
             terminal.write(f"\ndemo: the export failed: {error}\n")
             sys.exit(error.exit_code)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.engine_choice import default_engines, explain
-from mingc.artifacts.manifest import Fingerprint, GraphRecord, Manifest, StageRecord, TunedKernel
+from mingc.artifacts.manifest import BackendTrial, EngineTiming, Fingerprint, StageRecord, TunedKernel
 from mingc.artifacts.target import KernelConfig
-from mingc.artifacts.target_choice import needed_machine, target_views
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +45,16 @@ class KernelConfigSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSummary:
-    """A graph whose backends were tried at export, or that has engines of several.
-
-    `runs` has the backends of the default engines, `also` those of the others, which `--engines` selects.
-    """
+    """The backends that `--backend auto` kept for a graph, and why."""
 
     graph: str
     runs: tuple[str, ...]
-    also: tuple[str, ...]
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TargetSummary:
-    """The engines for one target. A machine loads the first target that it can run: GPUs first, then in this order."""
-
-    target: str
-    needs: str
-    backends: tuple[str, ...]
-    engines: int
-    engine_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ArtifactSummary:
-    """The result of `mingc bundle inspect`. With several targets `stages` and what follows are of the first."""
+    """The result of `mingc bundle inspect`."""
 
     path: Path
     model: str
@@ -83,7 +68,6 @@ class ArtifactSummary:
     edges: tuple[str, ...]
     kernel_configs: tuple[KernelConfigSummary, ...]
     backends: tuple[BackendSummary, ...] = ()
-    targets: tuple[TargetSummary, ...] = ()
 
 
 def summarize(artifact: Artifact) -> ArtifactSummary:
@@ -108,31 +92,41 @@ def summarize(artifact: Artifact) -> ArtifactSummary:
             for kernel in record.kernel_configs
         ),
         backends=tuple(
-            _backends(f"{node.name}.{name}", graph)
+            BackendSummary(
+                graph=f"{node.name}.{name}", runs=graph.backends, reason=explain_trial(graph.trial)
+            )
             for node in manifest.graph.nodes
             for name, graph in sorted(manifest.stages[node.name].graphs.items())
-            if graph.trial is not None or len(graph.backends) > 1
+            if graph.trial is not None
         ),
-        targets=tuple(map(_target, target_views(manifest))) if manifest.other_targets else (),
     )
 
 
-def _target(view: Manifest) -> TargetSummary:
-    records = [graph for stage in view.stages.values() for graph in stage.graphs.values()]
-    engines = {engine.file: engine.backend for graph in records for engine in graph.engines}
-    return TargetSummary(
-        target=view.fingerprint.target,
-        needs=needed_machine(view.fingerprint),
-        backends=tuple(sorted({*engines.values()})),
-        engines=len(engines),
-        engine_bytes=sum(view.files[file].size_bytes for file in engines),
-    )
+def explain_trial(trial: BackendTrial) -> str:
+    """Why `--backend auto` kept the engines of a graph, in one line."""
+    lines = []
+    if trial.timings:
+        sizes = len({_key(each.dims) for each in trial.timings})
+        of = f"{sizes} sizes" if sizes > 1 else "one size"
+        ratios = [f"{backend} {ratio:.2f}" for backend, ratio in _time_ratios(trial.timings).items()]
+        lines.append(f"time relative to the fastest, {of}, {trial.device}: {', '.join(ratios)}")
+    lines += [f"{each.backend} refused: {' '.join(each.reason.split())}" for each in trial.refused]
+    return "; ".join(lines) or "no other backend is installed"
 
 
-def _backends(name: str, graph: GraphRecord) -> BackendSummary:
-    runs = tuple(dict.fromkeys(engine.backend for engine in default_engines(graph)))
-    also = tuple(backend for backend in graph.backends if backend not in runs)
-    return BackendSummary(graph=name, runs=runs, also=also, reason=explain(graph))
+def _time_ratios(timings: Sequence[EngineTiming]) -> dict[str, float]:
+    """Geometric mean over sizes of each backend's median relative to the fastest median at that size."""
+    fastest: dict[tuple[tuple[str, int], ...], float] = {}
+    for each in timings:
+        fastest[_key(each.dims)] = min(each.median_us, fastest.get(_key(each.dims), each.median_us))
+    logs: dict[str, list[float]] = {}
+    for each in timings:
+        logs.setdefault(each.backend, []).append(math.log(each.median_us / fastest[_key(each.dims)]))
+    return {backend: math.exp(sum(values) / len(values)) for backend, values in logs.items()}
+
+
+def _key(dims: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(dims.items()))
 
 
 def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:

@@ -19,7 +19,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 8
+SCHEMA = 9
 FILE_NAME = "manifest.json"
 NO_SERVED_GOLDENS = "no served goldens: "  # begins the note that says why an export recorded no requests
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
@@ -32,7 +32,7 @@ _Parameters = TypeVar("_Parameters")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What the engines were built with and for; compared with the machine before anything is loaded."""
+    """The environment and the machine that engines were built for; compared with this machine before loading."""
 
     mingc: str
     torch: str  # release, without the local build tag: engines of 2.13.0+cpu and 2.13.0 are the same code
@@ -47,9 +47,9 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far a compiled graph is from its float32 reference: worst relative error of any output.
+    """Distance of a compiled graph from its float32 reference: worst relative error of any output.
 
-    `eager` is the same for the uncompiled module. The reference computes with the stored weights; when they are
+    `eager` is the error of the uncompiled module. The reference computes with the stored weights; when they are
     quantized, `quantization` is its distance from the float32 reference with the checkpoint's weights. `rerouted` is
     the share of tokens that rounding sends to other experts; each is compared with the reference computed with these
     experts. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
@@ -90,9 +90,9 @@ class EngineCost:
 class EngineRecord:
     """One compiled engine of a graph.
 
-    `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
-    graph's ranges. `file` is relative to the artifact; `sha256` repeats the file table's entry. `cost` holds one
-    entry for a static engine, else one for every combination of buckets.
+    `dims` are the sizes that a static engine was compiled for; None: the engine takes every size in the graph's ranges.
+    `file` is relative to the artifact. `cost` holds one entry for a static engine, else one for every combination of
+    buckets.
     """
 
     backend: str
@@ -104,10 +104,9 @@ class EngineRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTiming:
-    """Calls of one backend's engine at sizes `dims`, timed at export alternately with those of other backends.
+    """Calls of one backend's engine at sizes `dims`, timed at export alternately with other backends.
 
-    If one of these failed, each was timed alone. `median_us` are microseconds of the median call, `calls` how many
-    there were.
+    If one of them failed, each was timed alone. `median_us`: microseconds of the median of `calls` calls.
     """
 
     backend: str
@@ -138,28 +137,22 @@ class BackendTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRecord:
-    """One graph of a stage: its I/O signature, its engines, its golden file and its parity.
+    """One graph of a stage: its I/O signature, one engine for every size or one for each, its golden and its parity.
 
-    Several backends may have engines of the same sizes; the first of them is used unless another backend is requested,
-    see `mingc.artifacts.engine_choice`. `parity` is that of the engines used by default; `backend_parity` has that of
-    each backend when there are several. `trial` says why the engines were chosen; None: they were requested.
+    `trial` says why `--backend auto` kept these engines; None: the backend was named. `auto` may keep engines of
+    different backends for different sizes.
     """
 
     spec: GraphSpec
     engines: tuple[EngineRecord, ...]
     golden: str
     parity: Parity
-    backend_parity: dict[str, Parity] = field(default_factory=dict)
     trial: BackendTrial | None = None
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The backends of its engines; the first is used for at least one size by default."""
+        """The backends of the engines."""
         return tuple(dict.fromkeys(engine.backend for engine in self.engines))
-
-    def parity_of(self, backend: str) -> Parity:
-        """The parity of the engines of one backend."""
-        return self.backend_parity.get(backend, self.parity)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +175,7 @@ class QuantizationError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedKernel:
-    """The fastest configuration of the mixture-of-experts kernels for `tokens` tokens, of those timed at export.
+    """The fastest of the timed configurations of the mixture-of-experts kernels for `tokens` tokens.
 
     Attributes:
         kernel: moe_gemv (one token including its routing), expert_gemv (one routed token), batch (a few tokens) or
@@ -232,22 +225,6 @@ class StageRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TargetRecord:
-    """Engines for a target other than the first: the parts of the manifest that differ for it.
-
-    `target`, `device` and `capability` are as in the fingerprint, `stages`, `parameters` and `served_goldens` as in the
-    manifest. Weights files are those of the first target; goldens as well where both have the same sizes.
-    """
-
-    target: str
-    device: str
-    capability: str
-    stages: dict[str, StageRecord]
-    parameters: dict[str, dict[str, Any]]
-    served_goldens: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VoiceRecord:
     """A registered voice. `file` holds `latents` (1, 4N, 64), `embeds` (N, D), `speaker` (D,), all float32."""
 
@@ -267,9 +244,8 @@ class FileRecord:
 class Manifest:
     """The whole manifest.json. Paths are relative to the artifact and use `/`.
 
-    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`. `fingerprint`, `stages`,
-    `parameters` and `served_goldens` are those of the first target; `mingc.artifacts.target_choice` gives the manifest
-    of the target that a machine runs.
+    `parameters` maps a built-in stage to its dataclass, and a stage of another distribution to JSON, which
+    `parameters_of` reads as the dataclass of that distribution.
     """
 
     schema: int
@@ -277,14 +253,13 @@ class Manifest:
     fingerprint: Fingerprint
     stages: dict[str, StageRecord]
     graph: StageGraph
-    parameters: dict[str, dict[str, Any]]
+    parameters: Mapping[str, Any]
     tokenizers: dict[str, str]  # stage → tokenizer.json
     speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
     voices: tuple[VoiceRecord, ...]
     notes: tuple[str, ...]  # fix-ups and omissions of the export, one line each
     files: dict[str, FileRecord]
     served_goldens: str | None = None  # whole requests and their answers; None: no prompt can be built
-    other_targets: tuple[TargetRecord, ...] = ()
 
     def to_json(self) -> str:
         """The content of manifest.json, with the hash that `read_manifest` checks."""
@@ -294,26 +269,29 @@ class Manifest:
 
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
-        for stages in (self.stages, *(each.stages for each in self.other_targets)):
-            for stage in stages.values():
-                yield from stage.weights
-                for graph in stage.graphs.values():
-                    yield graph.golden
-                    yield from (engine.file for engine in graph.engines)
+        for stage in self.stages.values():
+            yield from stage.weights
+            for graph in stage.graphs.values():
+                yield graph.golden
+                yield from (engine.file for engine in graph.engines)
         yield from self.tokenizers.values()
         yield from (voice.file for voice in self.voices)
-        others = (each.served_goldens for each in self.other_targets)
-        for optional in (self.speaker_network, self.served_goldens, *others):
+        for optional in (self.speaker_network, self.served_goldens):
             if optional is not None:
                 yield optional
 
     def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
-        """The parameters of `stage` as the dataclass `kind`, None when the artifact has none of it.
+        """The parameters of `stage`, None when the artifact has none. JSON of other distributions is decoded here.
 
-        Raises: ManifestError when they are not those of `kind`, or out of range.
+        Raises: ManifestError when the dataclass `kind` does not describe them.
         """
         given = self.parameters.get(stage)
-        return None if given is None else _read_parameters(kind, given, f"$.parameters.{stage}")
+        if given is None or isinstance(given, kind):
+            return given
+        where = f"$.parameters.{stage}"
+        if not isinstance(given, Mapping):
+            raise ManifestError(f"{stage} has {type(given).__name__}, not {kind.__name__}", where=where)
+        return _read_parameters(kind, given, where)
 
     def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
         """As `find_parameters`. Raises: ArtifactError as well, when the artifact has no parameters of `stage`."""
@@ -322,6 +300,14 @@ class Manifest:
             raise ArtifactError(
                 f"the manifest has no parameters of {stage}", where=FILE_NAME, fix="export again"
             )
+        return found
+
+    def stages_by_backend(self) -> dict[str, list[str]]:
+        """The stages that have engines of each backend."""
+        found: dict[str, list[str]] = {}
+        for name, stage in self.stages.items():
+            for backend in dict.fromkeys(each for graph in stage.graphs.values() for each in graph.backends):
+                found.setdefault(backend, []).append(name)
         return found
 
     def voice(self, name: str) -> VoiceRecord | None:
@@ -377,29 +363,17 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         )
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
-        problems = [*_target_problems(manifest)]
-        for place, stages, parameters in (
-            ("$", manifest.stages, manifest.parameters),
-            *(
-                (f"$.other_targets[{index}]", each.stages, each.parameters)
-                for index, each in enumerate(manifest.other_targets)
-            ),
-        ):
-            view = replace(manifest, stages=stages, parameters=parameters)
-            problems += [*_graph_problems(view), *_record_problems(view)]
-            built_in = {}
-            for name, kind in BUILT_IN.items():
-                if name in parameters:
-                    where = f"{place}.parameters.{name}"
-                    read = decode(kind, parameters[name], where)
-                    built_in[name] = encode(read)
-                    problems += range_problems(read, where)
-            if not problems:
-                signatures = {
-                    stage: {graph: each.spec for graph, each in record.graphs.items()}
-                    for stage, record in stages.items()
-                }
-                problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
+        manifest = replace(manifest, parameters=_typed(manifest.parameters))
+        problems = [*_graph_problems(manifest), *_record_problems(manifest)]
+        built_in = {name: given for name, given in manifest.parameters.items() if name in BUILT_IN}
+        for name, given in built_in.items():
+            problems += range_problems(given, f"$.parameters.{name}")
+        if not problems:
+            signatures = {
+                stage: {graph: each.spec for graph, each in record.graphs.items()}
+                for stage, record in manifest.stages.items()
+            }
+            problems += signature_problems(encode(built_in), signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
@@ -436,22 +410,20 @@ def _schema_fix(schema: object, document: Any) -> str:
     return f"{again}, or install the mingc{by} that wrote the artifact, from before schema {SCHEMA}"
 
 
+def _typed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """`parameters` with the ones of built-in stages decoded."""
+    return {
+        name: decode(BUILT_IN[name], given, f"$.parameters.{name}") if name in BUILT_IN else given
+        for name, given in parameters.items()
+    }
+
+
 def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parameters:
     read = decode(kind, given, where)
     problems = [*range_problems(read, where)] if kind in BUILT_IN.values() else []
     if problems:
         raise ManifestError("\n".join(problems), where=FILE_NAME, fix="export again")
     return read
-
-
-def _target_problems(manifest: Manifest) -> Iterator[str]:
-    names = [manifest.fingerprint.target, *(each.target for each in manifest.other_targets)]
-    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-        yield f"the target {name} is there twice"
-    for each in manifest.other_targets:
-        for stage in sorted({*each.stages} & {*manifest.stages}):
-            if each.stages[stage].weights != manifest.stages[stage].weights:
-                yield f"stage {stage} has other weights files for {each.target}"
 
 
 def _graph_problems(manifest: Manifest) -> Iterator[str]:
@@ -487,12 +459,9 @@ def _record_problems(manifest: Manifest) -> Iterator[str]:
                 yield f"{where} has no engine"
             if not graph.spec.layer_instances:
                 yield f"{where} has no layer instance"
-            built = [(each.backend, sorted((each.dims or {}).items())) for each in graph.engines]
-            if len(set(map(str, built))) < len(built):
-                yield f"{where} has two engines of one backend for the same sizes"
-            foreign = sorted({*graph.backend_parity} - {*graph.backends})
-            if foreign:
-                yield f"{where} has the parity of {', '.join(foreign)}, but no engine of it"
+            built = [None if each.dims is None else sorted(each.dims.items()) for each in graph.engines]
+            if any(built.count(sizes) > 1 for sizes in built) or (None in built and len(built) > 1):
+                yield f"{where} has two engines for the same sizes"
             dims = {dim.name for dim in graph.spec.dims}
             tensors = (*graph.spec.inputs, *graph.spec.outputs, *graph.spec.state)
             used = {size for tensor in tensors for size in tensor.shape if isinstance(size, str)}

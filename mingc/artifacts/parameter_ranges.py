@@ -34,7 +34,6 @@ _ORDERED = (
     ("load_min_pixels", "load_max_pixels"),
     ("video_min_pixels", "video_total_pixels"),
     ("min_stop_step", "max_steps"),
-    ("num_kept_groups", "num_groups"),
 )
 
 
@@ -42,8 +41,6 @@ def range_problems(parameters: object, where: str) -> Iterator[str]:
     """One line per field of a built-in stage's `parameters` that is out of range; all numbers are finite."""
     values = {field.name: getattr(parameters, field.name) for field in dataclasses.fields(parameters)}  # type: ignore[arg-type]
     for name, value in values.items():
-        if dataclasses.is_dataclass(value):
-            yield from range_problems(value, f"{where}.{name}")
         numbers = value if isinstance(value, tuple) else (value,)
         for number in numbers:
             if not isinstance(number, int | float) or isinstance(number, bool) or name in _ANY_SIGN:

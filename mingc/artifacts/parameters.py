@@ -51,16 +51,6 @@ class AudioParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RouterParameters:
-    """Selection of a token's experts (spec: thinker.md §2.3); `norm_eps` is that of the norm before the router."""
-
-    norm_eps: float
-    num_groups: int
-    num_kept_groups: int
-    top_k: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerParameters:
     """Decoder geometry, token ids and chat format (spec: thinker.md §1, §4, §6)."""
 
@@ -84,9 +74,6 @@ class ThinkerParameters:
     temporal_position_scale: int  # `t` positions of one grid advance by this much a frame
     default_system_text: str
     thinking_suffix: str  # appended to the system text; {state} is on or off
-    router: RouterParameters | None = (
-        None  # None: no layer has experts, or the artifact is from before this key
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,4 +131,4 @@ BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
         "audio_vae": VaeParameters,
     }
 )
-"""Parameters of the built-in stages, which are checked whenever a manifest is read."""
+"""Parameters of the built-in stages, which are decoded and checked when a manifest is read."""

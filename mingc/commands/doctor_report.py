@@ -21,7 +21,6 @@ from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.artifacts.target import RTX_CAPABILITIES, Capability, is_rtx
 from mingc.bundles.distributions import OWN, not_installed, requirements
-from mingc.defaults import BACKEND
 from mingc.errors import ConfigError, IncompatibleError
 from mingc.host.machine import current_host, driver_version, gpu
 
@@ -305,6 +304,7 @@ def _space(find: Callable[[], Path], needed: int, variable: str) -> Problem:
 def _targets(checks: Sequence[Check], serving: Sequence[Check]) -> Iterator[TargetVerdict]:
     """One for each device and backend: what the backend and the engine loader say about them."""
     from mingc.export.compile.backends import BACKENDS, find_backend
+    from mingc.export.recipe import BACKEND
 
     cuda = _lacking([each for each in checks if each.name == "cuda"])
     for target in _TARGETS:

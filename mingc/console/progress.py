@@ -67,7 +67,7 @@ def _shown(running: Sequence[str]) -> str:
     """The step that has run longest, and how many others are running."""
     if not running:
         return ""
-    return running[0] if len(running) == 1 else f"{running[0]} and {len(running) - 1} more"
+    return running[0] if len(running) == 1 else f"{running[0]} (+{len(running) - 1})"
 
 
 class _Lines:

@@ -1,9 +1,10 @@
 """Output of a result dataclass: tables for people, or one JSON document. Independent of the result types.
 
 Scalar fields become lines `name  value`; a tuple of dataclasses (or a mapping to dataclasses) becomes a table with one
-column per field. Units are part of the field names (`_seconds`, `_bytes`) and so of the headers. A field with
-`metadata={"shown": False}` appears in the JSON only; a row with a method `cells` selects its own columns, and
-appears in the JSON only when the method returns none.
+column per field. No name, number or path is broken at the end of a line: a table that is too wide is continued below,
+with its first column again. Fields that end in `_bytes` are shown with a unit; other units are part of the field names,
+and so of the headers. A field with `metadata={"shown": False}` appears in the JSON only; a row with a method `cells`
+selects its own columns, and appears in the JSON only when the method returns none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -54,7 +56,10 @@ def _show(result: object, stream: IO[str], *, as_json: bool) -> None:
     lines, tables = _split(result)
     width = max((len(name) for name, _ in lines), default=0)
     for name, value in lines:
-        console.print(f"{name:{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+        text = _wrapped(
+            f"{name:{width}}  {value}", " " * (width + 2), console.width if stream.isatty() else None
+        )
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     for title, rows in tables:
         _print_table(console, title, rows)
     stream.flush()
@@ -62,11 +67,14 @@ def _show(result: object, stream: IO[str], *, as_json: bool) -> None:
 
 def show_error(error: MingcError, *, as_json: bool) -> None:
     """Write an error to stderr and, with `as_json`, also as an object to stdout."""
-    print(f"mingc: error: {error.message}", file=sys.stderr)
-    if error.where:
-        print(f"  where: {error.where}", file=sys.stderr)
-    if error.fix:
-        print(f"  fix: {error.fix}", file=sys.stderr)
+    width = _console(sys.stderr).width if sys.stderr.isatty() else None
+    for label, text in (
+        ("mingc: error", error.message.replace("\n", "\n  ")),
+        ("  where", error.where),
+        ("  fix", error.fix),
+    ):
+        if text:
+            print(_wrapped(f"{label}: {text}", "    ", width), file=sys.stderr)
     if as_json:
         try:
             print(json.dumps({"error": error.to_json()}, ensure_ascii=False, indent=1), flush=True)
@@ -84,6 +92,17 @@ def _abandon(stream: IO[str]) -> None:
 def to_json(result: object) -> str:
     """JSON document of a result for `--json`: field names of the dataclass, paths as strings."""
     return json.dumps(encode(result), ensure_ascii=False, indent=1, default=str)
+
+
+def _wrapped(text: str, indent: str, width: int | None) -> str:
+    """`text` in lines of `width` that end between words, later ones after `indent`; None: as it is."""
+    if width is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+        drop_whitespace=True,
+    )  # fmt: skip
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def _console(stream: IO[str]) -> Console:
@@ -112,15 +131,15 @@ def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[
             if rows:
                 tables.append((title, rows))
         elif isinstance(value, (tuple, list)):
-            lines.extend((title if i == 0 else "", _text(item)) for i, item in enumerate(value))
+            lines.extend((title if i == 0 else "", _text(item, field.name)) for i, item in enumerate(value))
         elif dataclasses.is_dataclass(value):
             lines.extend(
-                (f"{title} {_words(key)}", _text(item))
+                (f"{title} {_words(key)}", _text(item, key))
                 for key, item in _row(value).items()
                 if item is not None
             )
         elif value is not None:
-            lines.append((title, _text(value)))
+            lines.append((title, _text(value, field.name)))
     return lines, tables
 
 
@@ -137,64 +156,102 @@ def _row(item: object) -> dict[str, Any]:
 
 
 def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    names = [name for name in rows[0] if any(row[name] not in (None, "", ()) for row in rows)]
+    texts = {name: [_words(name), *(_text(row[name], name) for row in rows)] for name in names}
+    console.print(f"\n{title}", markup=False, highlight=False, style="bold")
+    least = {name: max(len(word) for text in texts[name] for word in text.split() or [""]) for name in names}
+    # The first column also keeps names of several words whole.
+    whole = min(max(map(len, texts[names[0]])), _MAX_NAME, console.width * 2 // 3)
+    least[names[0]] = max(least[names[0]], whole)
+    for index, part in enumerate(_parts(least, console.width)):
+        _print_part(console, part, rows, texts, is_continued=index > 0)
+
+
+def _parts(least: Mapping[str, int], width: int) -> list[dict[str, int]]:
+    """Columns with their least widths for each of several tables of `width`; the first column is in all of them."""
+    first, *others = least
+    parts = [{first: least[first]}]
+    for name in others:
+        if len(parts[-1]) > 1 and _width([*parts[-1].values(), least[name]]) > width:
+            parts.append({first: least[first]})
+        parts[-1][name] = least[name]
+    return parts
+
+
+def _width(widths: Sequence[int]) -> int:
+    """Width of a table: a blank at both sides of a column, one between two."""
+    return sum(widths) + 3 * len(widths) - 1
+
+
+def _print_part(
+    console: Console,
+    least: Mapping[str, int],
+    rows: list[dict[str, Any]],
+    texts: Mapping[str, Sequence[str]],
+    *,
+    is_continued: bool,
+) -> None:
+    """Print the columns of `least`, which get the remaining space in their order.
+
+    A continued table has no rows without a value of their own.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    names = [name for name in rows[0] if any(row[name] not in (None, "", ()) for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    texts = [[_words(name), *(_text(row[name]) for row in rows)] for name in names]
-    for name, width in zip(names, _widths(texts, console.width), strict=True):
-        is_number = all(isinstance(row[name], (int, float, type(None))) for row in rows)
-        is_flag = any(isinstance(row[name], bool) for row in rows)
-        table.add_column(
-            _words(name),
-            justify="right" if is_number and not is_flag else "left",
-            overflow="fold",
-            width=width,
-        )
-    for row in rows:
-        table.add_row(*(Text(_text(row[name])) for name in names))
-    console.print(f"\n{title}", markup=False, highlight=False, style="bold")
-    console.print(table)
-
-
-def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Column widths for a table of `width`; each longest word stays whole if all of them fit.
-
-    Remaining space goes to the columns in order; missing space is taken from the widest ones. rich would narrow a
-    single column and then cut off the last ones.
-    """
-    preferred = [max(map(len, texts)) for texts in columns]
-    widths = [max(len(word) for text in texts for word in text.split() or [""]) for texts in columns]
-    widths[0] = min(preferred[0], _MAX_NAME)
-    space = width - (3 * len(columns) - 1) - sum(widths)  # a blank at both sides, one between columns
-    for index, most in enumerate(preferred):
-        more = max(0, min(most - widths[index], space))
-        widths[index] += more
+    space = console.width - _width([*least.values()])
+    for name, width in least.items():
+        more = max(0, min(max(map(len, texts[name])) - width, space))
         space -= more
-    while space < 0 and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
-        space += 1
-    return widths
+        values = [row[name] for row in rows]
+        is_number = all(
+            isinstance(value, int | float | None) and not isinstance(value, bool) for value in values
+        )
+        table.add_column(_words(name), justify="right" if is_number else "left", width=width + more)
+    for first, *others in zip(*(texts[name][1:] for name in least), strict=True):
+        if any(others) or not is_continued:
+            table.add_row(*map(Text, (first, *others)))
+    whole = console.width
+    console.width = max(whole, _width([*least.values()]))  # a single long word is not cut either
+    console.print(table)
+    console.width = whole
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    """The words of a field's name; a size is shown with its unit, so its name does not say `bytes`."""
+    words = [word for word in name.split("_") if word != "num" or not _is_size(name)]
+    has_noun = "size" in words
+    return " ".join("size" if word == "bytes" else word for word in words if word != "bytes" or not has_noun)
 
 
-def _text(value: object) -> str:
-    """Human-readable value: three significant digits for small or large floats, no quotes."""
+def _is_size(name: str) -> bool:
+    return "bytes" in name.split("_")
+
+
+def _text(value: object, name: str = "") -> str:
+    """The value of the field `name` for people: three significant digits for small or large floats, no quotes."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and _is_size(name):
+        return _size(value)
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e5 else f"{value:.2f}"
     if isinstance(value, (str, int, Path)):
         return str(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_text(item)}" for key, item in value.items())
+        return ", ".join(f"{key}={_text(item, name)}" for key, item in value.items())
     if isinstance(value, Sequence):
-        return ", ".join(_text(item) for item in value)
+        return ", ".join(_text(item, name) for item in value)
     return str(value)
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes with a unit and about three significant digits."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(num_bytes) >= factor:
+            value = num_bytes / factor
+            return f"{value:.0f}{unit}" if abs(value) >= 100 else f"{value:.3g}{unit}"
+    return f"{num_bytes}B"

@@ -29,7 +29,7 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
         if not home.exists():
             for left in cache.glob(f"{home.name}.*.partial"):
                 _remove(left)
-            # A name of its own: the command of a replica that was killed may still run, and write into its output.
+            # A new name: the command of a killed replica may still run and write into its output.
             partial = home.with_suffix(f".{secrets.token_hex(4)}.partial")
             texts = {"{artifact}": shlex.quote(artifact), "{output}": shlex.quote(str(partial))}
             # In one pass: a path may contain the other text.

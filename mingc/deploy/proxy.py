@@ -11,7 +11,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, WorkerError
-from mingc.server.http.response_schemas import encode_json, error_body, sse
+from mingc.server.error_objects import encode_error, error_response
+from mingc.server.http.response_schemas import sse
 
 _LOST = "The replica that served this request was lost."
 _BUSY = "All replicas are busy; try again later."
@@ -75,12 +76,12 @@ class _Response:
         if not self._is_started:
             await self._send_error(WorkerError(_LOST, status=503, code="replica_lost"))
         elif self._is_sse:
-            event = sse({**error_body(WorkerError(_LOST, status=503, code="replica_lost"))})
+            event = sse(error_response(WorkerError(_LOST, status=503, code="replica_lost")))
             await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _send_error(self, error: CapacityError | WorkerError, retry_after: str | None = None) -> None:
         self._is_started = self._is_ended = True
-        body = encode_json({**error_body(error)})
+        body = encode_error(error)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

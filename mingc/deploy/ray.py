@@ -24,10 +24,9 @@ except ImportError as missing:
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import FILE_NAME
-from mingc.artifacts.target_choice import target_view, target_views
 from mingc.deploy.options import DeployOptions, parse_arguments
 from mingc.deploy.replica import ModelReplica, SpeechReplica
-from mingc.server.http.api_keys import VARIABLE
+from mingc.server.api_keys import VARIABLE
 
 _AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
@@ -111,8 +110,6 @@ def _num_gpus(
     """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet.
 
     Where talkers are loaded, at least as many as their devices need.
-
-    Raises: ConfigError when the artifact has engines for CPUs and GPUs, and no target is given.
     """
     if given is not None:
         return given
@@ -121,18 +118,5 @@ def _num_gpus(
     least = float(1 + max(gpus)) if gpus and has_talkers else 0.0
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return max(float(tp or 1), least)
-    manifest, target = open_artifact(root).manifest, options.engines.target
-    views = target_views(manifest) if target is None else (target_view(manifest, target),)
-    needs = {
-        each.fingerprint.target: max(float(each.fingerprint.world_size), least)
-        if each.fingerprint.device == "cuda"
-        else 0.0
-        for each in views
-    }
-    if len({*needs.values()}) > 1:
-        raise ConfigError(
-            f"{artifact} has engines for {' and '.join(needs)}, whose replicas need other numbers of GPUs",
-            where="target",
-            fix="pass target, the one that replicas run; or num_gpus (speech_num_gpus for speech_artifact)",
-        )
-    return next(iter(needs.values()))
+    fingerprint = open_artifact(root).manifest.fingerprint
+    return max(float(fingerprint.world_size), least) if fingerprint.device == "cuda" else 0.0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ray.serve.metrics import Counter, Gauge
 
 from mingc.runtime.request import ServiceLoad
-from mingc.server.http.metrics import Metrics
+from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 

@@ -1,13 +1,12 @@
 """Speech from another deployment: wraps a text-only service and sends its segments to speech replicas.
 
 Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
-So each can be spoken by any replica, and the samples equal those of an artifact that does both.
+So any replica can speak any segment, and the samples are the same as from one artifact that does both.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -28,11 +27,8 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
-from mingc.text.live import LiveSegment, LiveSegmenter
-from mingc.text.segment import speech_segments
-from mingc.text.stream_filters import ThoughtFilter
+from mingc.text.spoken import SpokenText
 
-_TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
 _AHEAD = 2  # segments of one request in generation at a time: the one that is sent, and the next
 _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before nothing more is read
 
@@ -123,43 +119,36 @@ class RemoteSpeechService:
     ) -> AsyncGenerator[Event]:
         caption_instruction(params.instructions or "")  # raises before any text is sent
         seed = params.seed if params.seed is not None else text_seed
-        # Where the first segment ends depends on the time that its text takes, unless the answer has a seed.
-        segmenter = LiveSegmenter() if seed is None else LiveSegmenter(first_wait_ms=math.inf)
+        spoken = SpokenText(self._max_segment_length, is_reproducible=seed is not None)
         segments = _Segments(self._speak, params, random_seed() if seed is None else seed)
-        thoughts = ThoughtFilter()
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
-
-        def enqueue(found: Iterable[LiveSegment]) -> None:
-            for segment in found:
-                for piece in speech_segments(segment.text, self._max_segment_length, state=segment.state):
-                    segments.add(piece)
 
         async def read_text() -> AsyncGenerator[Event]:
             nonlocal end
             async with aclosing(text):  # type: ignore[type-var]  # services' iterators are generators
                 async for event in text:
                     if isinstance(event, TextDelta):
-                        enqueue(segmenter.push(thoughts.push(event.text)))
+                        segments.add(spoken.push(event.text))
                     elif isinstance(event, TextDone):
-                        enqueue([*segmenter.push(thoughts.flush()), *segmenter.flush()])
+                        segments.add(spoken.finish())
                         segments.end()
                     if isinstance(event, Done):
                         end = event
                     else:
                         yield event
 
-        async def tick() -> None:
+        async def tick(tick_s: float) -> None:
             while not segments.is_ended:
-                await asyncio.sleep(_TICK_S)
-                enqueue(segmenter.tick())
+                await asyncio.sleep(tick_s)
+                segments.add(spoken.tick())
 
         tasks = [
             asyncio.create_task(_pump(read_text(), merged)),
             asyncio.create_task(_pump(segments.events(), merged)),
         ]
-        if seed is None:
-            tasks.append(asyncio.create_task(tick()))
+        if spoken.tick_s is not None:
+            tasks.append(asyncio.create_task(tick(spoken.tick_s)))
         try:
             for _ in range(2):
                 async for event in _items(merged):
@@ -197,11 +186,12 @@ class _Segments:
         self.num_patches = 0
         self.num_samples = 0
 
-    def add(self, text: str) -> None:
-        """Append a normalised piece of text."""
-        call = SegmentCall(text=text, index=self._num_added, params=self._params, seed=self._seed)
-        self._num_added += 1
-        self._waiting.put_nowait(call)
+    def add(self, pieces: Iterable[str]) -> None:
+        """Append normalised pieces of text."""
+        for text in pieces:
+            call = SegmentCall(text=text, index=self._num_added, params=self._params, seed=self._seed)
+            self._num_added += 1
+            self._waiting.put_nowait(call)
 
     def end(self) -> None:
         """No segment follows."""

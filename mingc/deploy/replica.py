@@ -1,4 +1,4 @@
-"""A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in an actor of its own.
+"""A replica on Ray Serve: the running model of one artifact and the HTTP app over it, in one actor.
 
 Serve calls the constructor, `__serve_build_asgi_app__`, `check_health` and `__del__`; all run on the replica's event
 loop for user code. Imported only on replicas, because it loads torch.
@@ -26,13 +26,14 @@ from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
+from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import Event, Service, SpeechRequest
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
-from mingc.server.http.api_keys import ApiKeys
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.server import create_app
+from mingc.server.api_keys import ApiKeys
+from mingc.server.app import create_app
+from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 
@@ -71,6 +72,7 @@ def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_s
     service = open_service(
         root,
         replace(options.engines, tp=tp, loads_speech=loads_speech, talker_devices=talker_devices),
+        media=DecoderPool.from_options(options.media, num_prepared=options.engines.num_preprocess_threads),
     )
     gc.collect()
     gc.freeze()  # a full collection would traverse all start-up objects while every stream waits

@@ -2,125 +2,122 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mingc.artifacts.spec import Quantization
 from mingc.artifacts.target import is_rtx, rtx_capabilities
-from mingc.defaults import (
-    BACKEND,
-    BATCH_SIZES,
-    CACHE_GIGABYTES,
-    MAX_MODEL_LEN,
-    MODEL_NAME,
-    PREFILL_CHUNK_SIZE,
-    RTX_BACKEND,
-)
 from mingc.errors import ConfigError
+from mingc.export.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
+from mingc.options import GIGABYTES, REQUIRED, check, option, options_of
 
 if TYPE_CHECKING:
-    from mingc.export.stage import Stage
+    from mingc.export.stage import Shard, Stage, StageOptions
 
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
-"""In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
-DTYPES = ("float32", "bfloat16")
+"""In place of a backend's name: time every backend that can build for the target, and keep the fastest."""
+BACKEND = "aoti"
+RTX_BACKEND = "tensorrt"  # the only one that builds for RTX cards that are not in the machine
+_WHAT, _SIZES, _HOW, _CACHE = "What to export", "Sizes", "Compilation", "Cache of engines"
 # Far above what a device can hold: a larger number is a mistake, and sizes of tensors would overflow.
 MAX_BATCH_SIZE = 1024
 MAX_TOKENS = 1 << 20
 MIN_MODEL_LEN = 128  # engines are traced and checked at tables of up to eight pages of 16 tokens
-# How the command line spells the fields that stages name in `Stage.options`.
-_FLAGS = {
-    "world_size": "--tp",
-    "max_model_len": "--max-model-len",
-    "prefill_chunk_size": "--prefill-chunk-size",
-}
+_OF_STAGES = (
+    "world_size",
+    "max_model_len",
+    "prefill_chunk_size",
+)  # fields that stages name in `Stage.options`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRecipe:
-    """One export.
-
-    Attributes:
-        target: `cpu`, `cuda`, or RTX cards as `rtx:sm86,sm89`.
-        other_targets: further targets, whose engines are stored in the same artifact. `backend` applies to targets
-            other than RTX cards, unless all are RTX cards.
-        checkpoint: folder in the released layout; with `synthetic` only its configs are read.
-        stages: None means all that the checkpoint holds.
-        cache: None means no compile cache.
-        cache_gigabytes: of 10^9 bytes, above which the least recently used engines are removed.
-        batch_sizes: requests in one step, ascending; a step is padded to the next of these. On CUDA each has its own
-            engine.
-        synthetic: random weights, generated on the target device; no weights are read.
-        quantize: storage format of weights: `fp8` for every stage that supports it, `STAGE=fp8` for one,
-            `thinker=int4`. Empty: all in `dtype`.
-        autotune: on CUDA, time configurations of the expert kernels on this GPU and use the fastest.
-        backend: compilers: `NAMES` for every stage, `NAMES:STAGE,…` for these. Names are joined by `+`: the engines of
-            each, of which the first are the default. `auto`: the installed backends are timed, and the fastest is kept.
-        keep_all: with `auto`, keep the engines of every backend.
-    """
+    """One export, validated on construction."""
 
     checkpoint: Path
-    output: Path
-    target: str = "cpu"
-    other_targets: tuple[str, ...] = ()
-    dtype: str = "float32"
-    world_size: int = 1
-    stages: tuple[str, ...] | None = None
-    jobs: int = 1
-    cache: Path | None = None
-    cache_gigabytes: float = CACHE_GIGABYTES
-    force: bool = False
-    max_model_len: int = MAX_MODEL_LEN
-    batch_sizes: tuple[int, ...] = BATCH_SIZES
-    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
-    model_name: str = MODEL_NAME
-    synthetic: bool = False
-    quantize: tuple[str, ...] = ()
-    autotune: bool = True
-    backend: tuple[str, ...] = (BACKEND,)
-    keep_all: bool = False
+    output: Path = option(REQUIRED, "--output", group=_WHAT, help="Folder of the artifact to write.")
+    target: str = option(
+        "cpu", "--target", group=_WHAT, metavar="TARGET",
+        help="Device that the engines are for: cpu, cuda, or RTX cards such as rtx:sm86,sm89,sm120. RTX cards need not "
+        "be in this machine; the GPU for cuda must be, and cuda:smNN refuses other GPUs.",
+    )  # fmt: skip
+    dtype: str = option(
+        "float32", "--dtype", choices=("float32", "bfloat16"), group=_WHAT, help="Weights and arithmetic."
+    )
+    world_size: int = option(
+        1, "--tp", choices=(1, 2, 4, 8), group=_WHAT, help="Tensor-parallel ranks of the thinker."
+    )
+    stages: tuple[str, ...] | None = option(
+        None, "--stages", group=_WHAT, metavar="STAGE,…", shown_default="all that the checkpoint holds",
+        help="Stages to export.",
+    )  # fmt: skip
+    model_name: str = option(
+        "ming-omni",
+        "--model-name",
+        group=_WHAT,
+        metavar="NAME",
+        help="Name of the model that a server reports.",
+    )
+    force: bool = option(False, "--force", group=_WHAT, help="Replace an artifact that is already there.")
+    synthetic: bool = option(
+        False, "--synthetic", group=_WHAT,
+        help="Read only configs and sample random weights on the target device, to measure speed.",
+    )  # fmt: skip
+    max_model_len: int = option(
+        MAX_MODEL_LEN, "--max-model-len", least=1, most=MAX_TOKENS, group=_SIZES,
+        help="Longest request, prompt and answer, in tokens.",
+    )  # fmt: skip
+    prefill_chunk_size: int = option(
+        PREFILL_CHUNK_SIZE,
+        "--prefill-chunk-size",
+        least=16,
+        group=_SIZES,
+        help="Tokens of one prefill chunk.",
+    )
+    batch_sizes: tuple[int, ...] = option(
+        BATCH_SIZES, "--batch-sizes", group=_SIZES,
+        help="Numbers of requests in one step, ascending; a step is padded to the next of them. On CUDA each has "
+        "engines for itself.",
+    )  # fmt: skip
+    quantize: tuple[str, ...] = option(
+        (), "--quantize", repeats=True, group=_HOW, metavar="FORMAT",
+        help="Store weights in fewer bits: fp8 for all stages that support it, STAGE=fp8 for one, thinker=int4; may be "
+        "given several times.",
+    )  # fmt: skip
+    backend: tuple[str, ...] = option(
+        (BACKEND,), "--backend", repeats=True, group=_HOW, metavar="NAME[:STAGE,…]",
+        shown_default=f"{BACKEND}; for RTX cards {RTX_BACKEND}",
+        help="Compiler of all engines, or of the engines of STAGE; may be given several times. `auto`: time all "
+        "installed backends, and keep the fastest engines.",
+    )  # fmt: skip
+    autotune: bool = option(
+        True, "--autotune/--no-autotune", group=_HOW,
+        help="On CUDA, time configurations of the expert kernels first and use the fastest.",
+    )  # fmt: skip
+    jobs: int = option(
+        1, "--jobs", least=1, group=_HOW,
+        help="Engines compiled at the same time; on CUDA spread over all GPUs of one model.",
+    )  # fmt: skip
+    cache: Path | None = option(
+        None, "--cache", group=_CACHE, shown_default="$XDG_CACHE_HOME/mingc/engines",
+        help="Folder that keeps compiled engines for later exports, keyed by everything that affects their code.",
+    )  # fmt: skip
+    cache_gigabytes: float = option(
+        20.0, "--cache-limit", unit=GIGABYTES, least=0, group=_CACHE,
+        help="Size of the cache; above it the least recently used engines are removed.",
+    )  # fmt: skip
 
     @property
     def device(self) -> str:
         """The device of this machine that graphs are traced and checked on."""
         return "cpu" if is_rtx(self.target) else self.target
 
-    def each_target(self) -> tuple[ExportRecipe, ...]:
-        """A recipe for each target alone, in order. Raises: ConfigError."""
-        targets = (self.target, *self.other_targets)
-        is_mixed = not all(map(is_rtx, targets))
-        return tuple(
-            replace(self, target=target, other_targets=(), backend=(RTX_BACKEND,), keep_all=False)
-            if is_mixed and is_rtx(target) and self.other_targets
-            else replace(self, target=target, other_targets=())
-            for target in targets
-        )
-
     def __post_init__(self) -> None:
-        if self.other_targets:
-            problems = self._target_problems()
-        else:
-            problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
-        if problems:
-            raise ConfigError("\n".join(problems), where="mingc export", fix="see mingc export --help")
-
-    def _target_problems(self) -> list[str]:
-        """What is wrong with several targets, or with one of them."""
-        targets, problems = (self.target, *self.other_targets), list[str]()
-        try:
-            self.each_target()
-        except ConfigError as error:
-            problems += error.message.splitlines()
-        words = [word for each in targets for word in each.removeprefix("rtx:").split(",")]
-        if len({*words}) < len(words):
-            problems.append(f"--target {' '.join(targets)}: names a device twice")
-        if self.synthetic:
-            problems.append("--synthetic: samples weights on one device; pass one --target")
-        return problems
+        problems = [*self._own_problems(), *self._quantize_problems(), *self._backend_problems()]
+        check(self, *problems, where="mingc export", fix="see mingc export --help")
 
     def _own_problems(self) -> list[str]:
         problems = []
@@ -131,14 +128,6 @@ class ExportRecipe:
                 problems.append(f"--target {self.target}: {error}")
         elif self.target not in TARGETS:
             problems.append(f"--target {self.target}: not one of {', '.join(TARGETS)}, rtx:smNN,…")
-        if self.dtype not in DTYPES:
-            problems.append(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
-        if self.world_size not in (1, 2, 4, 8):
-            problems.append(f"--tp {self.world_size}: not one of 1, 2, 4, 8")
-        if self.jobs < 1:
-            problems.append(f"--jobs {self.jobs}: must be at least 1")
-        if not 0 <= self.cache_gigabytes < math.inf:
-            problems.append(f"--cache-limit {self.cache_gigabytes}: must be at least 0 and finite")
         sizes = ",".join(map(str, self.batch_sizes))
         if not sizes or self.batch_sizes[0] < 1 or sorted(set(self.batch_sizes)) != [*self.batch_sizes]:
             problems.append(f"--batch-sizes {sizes}: must be ascending and at least 1")
@@ -146,16 +135,12 @@ class ExportRecipe:
             problems.append(
                 f"--batch-sizes {self.batch_sizes[-1]}: more than {MAX_BATCH_SIZE} requests in one step"
             )
-        if self.prefill_chunk_size < 16:
-            problems.append(f"--prefill-chunk-size {self.prefill_chunk_size}: must be at least 16")
         if self.stages is not None and (not self.stages or len(set(self.stages)) < len(self.stages)):
             problems.append(f"--stages {','.join(self.stages)}: must name at least one stage, and each once")
         if self.max_model_len < MIN_MODEL_LEN and self._concerns("max_model_len"):
             problems.append(f"--max-model-len {self.max_model_len}: must be at least {MIN_MODEL_LEN}")
         elif self.max_model_len < self.prefill_chunk_size and self._concerns("max_model_len"):
             problems.append(f"--max-model-len {self.max_model_len}: less than one prefill chunk")
-        if self.max_model_len > MAX_TOKENS:
-            problems.append(f"--max-model-len {self.max_model_len}: more than {MAX_TOKENS}")
         if not self.model_name.strip():
             problems.append("--model-name: is empty")
         elif not self.model_name.isprintable():
@@ -183,8 +168,6 @@ class ExportRecipe:
         return problems
 
     def _backend_problems(self) -> list[str]:
-        if self.keep_all and not any(AUTO in names for names, _ in map(_parse_backend, self.backend)):
-            return ["--keep-all: is for --backend auto; name several backends as A+B"]
         if self.backend == (BACKEND,) and not is_rtx(self.target):
             return []
         from mingc.export.compile.backends import BACKENDS, find_backend
@@ -197,12 +180,7 @@ class ExportRecipe:
             if colon and not all(map(str.strip, listed.split(","))):
                 problems.append(f"--backend {word}: names no stage after the colon or a comma")
         chosen = [_parse_backend(word) for word in self.backend]
-        for word, (words, _) in zip(self.backend, chosen, strict=True):
-            if len(set(words)) < len(words):
-                problems.append(f"--backend {word}: names a backend twice")
-            if AUTO in words and len(words) > 1:
-                problems.append(f"--backend {word}: auto tries every backend, so it stands alone")
-        for name in dict.fromkeys(name for words, _ in chosen for name in words):
+        for name in dict.fromkeys(name for name, _ in chosen):
             if name == AUTO:
                 if not self._candidates():
                     refused = "; ".join(f"{each}: {reason}" for each, reason in self.unsupported().items())
@@ -221,16 +199,16 @@ class ExportRecipe:
 
     def check_stages(self, stages: Sequence[Stage]) -> None:
         """Raises: ConfigError when an option has no effect on any of `stages`, the stages to be built."""
-        defaults = {each.name: each.default for each in fields(self)}
+        options = options_of(ExportRecipe)
         names = [stage.name for stage in stages]
         known = _stages()
         chosen: list[tuple[str, Collection[str]]] = [
             (
-                f"{flag} {getattr(self, field)}",
+                f"{options[field].label} {getattr(self, field)}",
                 [name for name, stage in known.items() if field in stage.options],
             )
-            for field, flag in _FLAGS.items()
-            if getattr(self, field) != defaults[field]
+            for field in _OF_STAGES
+            if getattr(self, field) != options[field].default
         ]
         for word in self.quantize:
             stage = word.rpartition("=")[0]
@@ -262,29 +240,25 @@ class ExportRecipe:
         return cast("Quantization | None", chosen.get(stage, general if general in kinds else None))
 
     def backends_of(self, stage: str) -> tuple[str, ...]:
-        """The backends that compile `stage`, the default one first. `NAMES:STAGE` overrides `NAMES`.
+        """The backend that compiles `stage`, or for `auto` all that can build for the target.
 
-        For `auto`, all that can build for the target.
+        `NAME:STAGE` overrides `NAME`.
         """
-        return self._candidates() if self.is_measured(stage) else self._words_of(stage)
+        return self._candidates() if self.is_measured(stage) else (self._backend_of(stage),)
 
     def is_measured(self, stage: str) -> bool:
-        """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
-        return AUTO in self._words_of(stage)
+        """Whether the backends of `stage` are timed; a backend that cannot build a graph is then skipped."""
+        return self._backend_of(stage) == AUTO
 
     def unsupported(self) -> dict[str, str]:
         """Why backends cannot build for the target, by name."""
         return {name: reason for name, reason in self._reasons().items() if reason is not None}
 
-    def _words_of(self, stage: str) -> tuple[str, ...]:
-        general: tuple[str, ...] = (BACKEND,)
-        own: tuple[str, ...] | None = None
-        for words, stages in map(_parse_backend, self.backend):
-            if stage in stages:
-                own = words
-            elif not stages:
-                general = words
-        return own or general
+    def _backend_of(self, stage: str) -> str:
+        chosen = {
+            each: name for name, stages in map(_parse_backend, self.backend) for each in stages or ("",)
+        }
+        return chosen.get(stage, chosen.get("", BACKEND))
 
     def _candidates(self) -> tuple[str, ...]:
         usable = [name for name, reason in self._reasons().items() if reason is None]
@@ -298,10 +272,32 @@ class ExportRecipe:
         }
 
 
-def _parse_backend(word: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`NAME+NAME…:STAGE,…` → names and stages; no stages: all."""
-    words, _, stages = word.partition(":")
-    return tuple(map(str.strip, words.split("+"))), tuple(filter(None, map(str.strip, stages.split(","))))
+def stage_options(recipe: ExportRecipe) -> StageOptions:
+    """The recipe as stages see it."""
+    from mingc.dtypes import torch_dtype
+    from mingc.export.stage import StageOptions
+
+    return StageOptions(
+        dtype=torch_dtype(recipe.dtype),
+        device=recipe.device,
+        static_buckets=recipe.target == "cuda",
+        batch_sizes=recipe.batch_sizes,
+        max_model_len=recipe.max_model_len,
+        prefill_chunk_size=recipe.prefill_chunk_size,
+    )
+
+
+def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    """The rank whose graphs are compiled; its engines serve all ranks."""
+    from mingc.export.stage import Shard
+
+    return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
+
+
+def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:
+    """`NAME:STAGE,…` → name and stages; no stages: all."""
+    name, _, stages = word.partition(":")
+    return name.strip(), tuple(filter(None, map(str.strip, stages.split(","))))
 
 
 def _stages() -> dict[str, Stage]:

@@ -23,11 +23,13 @@ from mingc.media.decoder_process import (
     send,
     unpack,
 )
+from mingc.media.decoding import digest_of, with_digest
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
-from mingc.media.task import DecodedMedia, MediaTask, digest_of, with_digest
+from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
+from mingc.prompts.features import Features
+from mingc.prompts.media_decoder import MediaTask
 
 log = logging.getLogger("mingc.preprocess")
-DEFAULT_TIMEOUT_S = 60.0
 _EXIT_S = 5.0
 # One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
 # hold the arrays of a clip, which would else take new pages each time: an eighth of its time.
@@ -61,12 +63,24 @@ class DecoderPool:
         self._is_closed = False
         self._lock = threading.Lock()
 
+    @classmethod
+    def from_options(cls, options: MediaOptions, *, num_prepared: int) -> DecoderPool:
+        return cls(
+            max_bytes=options.max_media_memory,
+            timeout_s=options.media_decode_timeout_s,
+            num_prepared=num_prepared,
+        )
+
+    @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
     def start(self) -> None:
         """Have a process ready for the next medium."""
         with self._lock:
             self._prepare()
 
-    def run(self, task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """As `run_task`, in another process. The features have a `digest`.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
@@ -194,7 +208,7 @@ class _Decoder:
     def exit_code(self) -> int | None:
         return self._process.returncode
 
-    def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[DecodedMedia | Exception, bool]:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[Features | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
         send(self._socket, TaskHead(task=task, size=len(data)), data)
         digest = digest_of(task, data)  # while the process decodes

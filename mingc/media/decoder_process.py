@@ -27,11 +27,10 @@ from PIL import Image
 from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
 from mingc.host import large_arrays
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.media.decoding import run_task
 from mingc.media.limits import MIB
-from mingc.media.task import DecodedMedia, MediaTask, run_task
-from mingc.media.video import VideoFeatures
+from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaTask
 
 _MARGIN_BYTES = 64 * MIB  # of the libraries' tables and threads, beyond what is planned for a medium
 _RETIRE_BYTES = 64 * MIB  # kept after a task, this much makes the server start a fresh process
@@ -100,7 +99,7 @@ def receive_array(sock: socket.socket, dtype: str, shape: Sequence[int]) -> NDAr
     return array
 
 
-def pack(features: DecodedMedia) -> tuple[dict[str, Any], list[NDArray[Any]]]:
+def pack(features: Features) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     """Features as a JSON head and arrays."""
     if isinstance(features, AudioFeatures):
         return _head([features.mel], num_tokens=features.num_tokens), [features.mel]
@@ -112,7 +111,7 @@ def pack(features: DecodedMedia) -> tuple[dict[str, Any], list[NDArray[Any]]]:
     return head, arrays
 
 
-def unpack(head: dict[str, Any], arrays: list[NDArray[Any]]) -> DecodedMedia:
+def unpack(head: dict[str, Any], arrays: list[NDArray[Any]]) -> Features:
     """The features that `pack` packed."""
     if "num_tokens" in head:
         return AudioFeatures(mel=arrays[0], num_tokens=head["num_tokens"])

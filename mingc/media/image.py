@@ -10,7 +10,6 @@ import io
 import logging
 import math
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +19,7 @@ from PIL import ExifTags, Image
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 from mingc.media.limits import MediaLimits, undecodable
+from mingc.prompts.features import VisionFeatures
 
 log = logging.getLogger("mingc.preprocess")
 MAX_ASPECT_RATIO = 200
@@ -44,51 +44,6 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-Grid = tuple[int, int, int]  # temporal patches, rows and columns of patches
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VisionFeatures:
-    """Input of the vision encoder for one image or video.
-
-    `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
-    float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
-    is then stored once for `repeats` frames. `digest`: see `media_task.digest_of`; None: not known.
-    """
-
-    patches: NDArray[np.float32] | NDArray[np.uint8]
-    grid: Grid
-    levels: NDArray[np.float32] | None = None
-    repeats: int = 1
-    digest: bytes | None = None
-
-    def num_tokens(self, merge_size: int) -> int:
-        """Number of embeddings that the encoder returns."""
-        return math.prod(self.grid) // merge_size**2
-
-    @property
-    def pixels(self) -> NDArray[np.float32]:
-        """All rows, normalised: (t·h·w, C·temporal·p·p) float32."""
-        return self.rows(0, len(self.patches))
-
-    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows [start, stop) of `pixels`."""
-        part = self.patches[start:stop]
-        if self.levels is None:
-            return part.astype(np.float32, copy=False)
-        channels = len(self.levels)
-        rows = part.reshape(len(part), channels, 1, -1)
-        pixels = np.empty((len(part), channels, self.repeats, rows.shape[-1]), dtype=np.float32)
-        for channel in range(channels):
-            pixels[:, channel] = self.levels[channel].take(rows[:, channel])
-        return pixels.reshape(len(part), -1)
-
-    def colours(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows [start, stop) of `patches`, by channel: (n, C, time·p·p) uint8; only with `levels`."""
-        assert self.levels is not None
-        part = self.patches[start:stop].astype(np.uint8, copy=False)
-        return part.reshape(len(part), len(self.levels), -1)
 
 
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
@@ -388,8 +343,8 @@ def load_image(
 ) -> VisionFeatures:
     """Encoded image → patches, with both resizes. `where` names the image in errors.
 
-    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`; the latter before it is
-    decoded.
+    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`, which is known before
+        decoding.
     """
     limits = limits or MediaLimits()
     with open_image(data, where) as image:

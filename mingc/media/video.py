@@ -19,15 +19,10 @@ from numpy.typing import NDArray
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError, RequestError
 from mingc.media.containers import open_container, pixel_limit
-from mingc.media.image import (
-    PatchWriter,
-    VisionFeatures,
-    check_aspect,
-    check_grid,
-    load_size,
-)
+from mingc.media.image import PatchWriter, check_aspect, check_grid, load_size
 from mingc.media.limits import MediaLimits, too_large, undecodable
-from mingc.runtime.request import VideoParams
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.features import VideoFeatures
 
 _BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
@@ -37,14 +32,6 @@ _USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more thre
 _MAX_THREADS = 8
 _FALLBACK_BITS = 24  # of a pixel whose format is not in the header: 10 bits, 4:2:0
 _SIDE_BYTES = 0.5  # a decoder's motion vectors, per pixel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoFeatures:
-    """Input of the vision encoder for one video: patches, grid (pairs, h, w), and the time of each pair in seconds."""
-
-    vision: VisionFeatures
-    timestamps: tuple[float, ...]
 
 
 class FrameSource(Protocol):
@@ -326,7 +313,7 @@ def load_video(
 ) -> VideoFeatures:
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
-    Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, the latter before a
+    Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, which is known before a
     frame is decoded; ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (

@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,18 +50,13 @@ class ColdStart:
 def measure_cold_start(
     artifact: Path,
     progress: Callable[[str], None],
-    engines: Sequence[str] = (),
-    target: str | None = None,
 ) -> ColdStart:
-    """Serve `artifact` on a free local port, send each kind of request twice, and stop the server.
-
-    `engines` are those of `mingc serve --engines`, `target` that of `--target`.
-    """
+    """Serve `artifact` on a free local port, send each kind of request twice, and stop the server."""
     progress("cold start")
     started = time.perf_counter()
     notes: list[str] = []
     first_requests: list[FirstRequest] = []
-    with _server(artifact, engines, target) as (child, stdout, log):
+    with _server(artifact) as (child, stdout, log):
         try:
             document = _announced(child, stdout, log)
         except ArtifactError as error:
@@ -98,11 +93,9 @@ def phases(startup_s: Mapping[str, float], ready_s: float) -> tuple[StartPhase, 
 
 @contextmanager
 def _server(
-    artifact: Path, engines: Sequence[str], target: str | None
+    artifact: Path,
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     words = ["serve", str(artifact), "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
-    words += ("--engines", ",".join(engines)) if engines else ()
-    words += ("--target", target) if target is not None else ()
     # Keys would refuse the first requests, which have none.
     environment = {name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"}
     with tempfile.TemporaryFile() as log:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
 from mingc.artifacts.codec import encode
-from mingc.artifacts.engine_choice import OPTION
 from mingc.artifacts.manifest import EngineCost, EngineRecord, content_hash
 from mingc.artifacts.spec import GraphSpec
-from mingc.artifacts.target_choice import with_target
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError
 from mingc.host.machine import current_host, gpu_target
@@ -26,6 +24,7 @@ from mingc.probe.baseline import Comparison, check_common, compare, differences
 from mingc.probe.cold_start import ColdStart, measure_cold_start
 from mingc.probe.environment import this_environment
 from mingc.probe.inputs import ProbeCase, page_size, room
+from mingc.probe.options import ProbeOptions, request_counts
 from mingc.probe.patch_embed import check_patch_embed, compare_patch_embed
 from mingc.probe.report import (
     EngineFigures,
@@ -40,11 +39,10 @@ from mingc.probe.report import (
 )
 from mingc.probe.stopwatch import Stopwatch, percentile
 from mingc.probe.transfers import measure_transfers
-from mingc.runtime.engines.choice import with_engines
+from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import GraphPool
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 
-_BATCH_DIMS = ("B", "N")  # dims that count requests, clips or rows
 _REPETITIONS = 200
 _CPU_REPETITIONS = (3, 10)  # minimum, and maximum if they fit into _CPU_MS
 _CPU_MS = 1000.0
@@ -58,68 +56,6 @@ _NOTES = {
 
 # Figures of an engine; its cost with the bytes of its inputs and outputs, if the export counted it.
 _Row = tuple[EngineFigures, tuple[EngineCost, int] | None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeOptions:
-    """What to time.
-
-    Attributes:
-        engines: stages (`cfm`) or graphs (`cfm.sample`); None takes all.
-        batch_sizes: sizes of dims that count requests; None takes every bucket.
-        context: tokens every request already holds, limited by its slot or pages.
-        repetitions: timed calls per engine; None chooses by device.
-        tolerance: fraction by which a median may exceed the baseline's.
-        backends: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        compare: `patch-embed` also times the patch embedding in two forms; `engines` must include its stage.
-        beside: another artifact of the same model, whose default engines are timed alternately with these.
-        has_cold_start: also start a server of the artifact in a separate process, before anything else.
-        has_transfers: also measure memory transfer rates of this machine.
-        target: the target whose engines are timed; None: the one that this machine selects.
-    """
-
-    engines: tuple[str, ...] | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    context: int = 256
-    repetitions: int | None = None
-    tolerance: float = 0.1
-    compare: str | None = None
-    beside: Path | None = None
-    has_cold_start: bool = True
-    has_transfers: bool = True
-    backends: tuple[str, ...] = ()
-    target: str | None = None
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.engines == ():
-            problems.append("--engine: empty")
-        if self.batch_sizes == ():
-            problems.append("--batch: empty")
-        if self.context < 0:
-            problems.append(f"--context {self.context}: must be at least 0")
-        if self.repetitions is not None and self.repetitions < 1:
-            problems.append(f"--repetitions {self.repetitions}: must be at least 1")
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            problems.append(f"--tolerance {self.tolerance}: must be a finite number of at least 0")
-        if self.compare == "patch-embed" and self.engines and not self._names_patch_embed():
-            problems.append("--compare patch-embed: --engine must include vision_encoder")
-        if problems:
-            raise ConfigError("\n".join(problems), where="mingc probe", fix="see mingc probe --help")
-
-    def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
-        """Whether to time `stage.graph` at `sizes`."""
-        batch = _batch(sizes)
-        return self.names(engine) and (
-            self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
-        )
-
-    def _names_patch_embed(self) -> bool:
-        return any(name.partition(".")[0] == "vision_encoder" for name in self.engines or ())
-
-    def names(self, engine: str) -> bool:
-        """Whether to time `stage.graph` at any size."""
-        return self.engines is None or bool({engine, engine.partition(".")[0]} & {*self.engines})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,9 +102,9 @@ def probe(
     """
     artifact = open_artifact(path)
     sha256 = content_hash(encode(artifact.manifest))
-    artifact = with_target(artifact, current_host, options.target)
     fingerprint = artifact.manifest.fingerprint
-    artifact = with_engines(artifact, options.backends)
+    check_fingerprint(fingerprint, current_host(fingerprint.device))
+    check_loadable(artifact)
     targets = _choose(artifact, options)
     other = _open_beside(artifact, options.beside) if options.beside is not None else None
     other_targets = _common_targets(targets, other, options) if other is not None else {}
@@ -179,7 +115,7 @@ def probe(
     # First, as the server needs the memory of the device for itself.
     start = ColdStart()
     if options.has_cold_start:
-        start = measure_cold_start(path, progress, options.backends, options.target)
+        start = measure_cold_start(path, progress)
     transfers = measure_transfers(progress) if options.has_transfers else ()
     progress("peak rates")
     run = _Run(artifact, options, progress)
@@ -267,17 +203,18 @@ def same_backends(pairs: Sequence[EnginePair]) -> str | None:
     return (
         f"--beside: {len(same)} of {len(pairs)} pairs have engines of "
         f"{' and '.join(dict.fromkeys(pair.backend for pair in same))} on both sides, {same[0].engine} the first; "
-        f"{OPTION} takes those of another backend of ARTIFACT, of the artifact beside the default ones are timed"
+        "export one of the artifacts with another --backend"
     )
 
 
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact of `beside`, with its default engines.
+    """The artifact of `beside`.
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """
-    other = with_target(open_artifact(path), current_host)
+    other = open_artifact(path)
     recorded, here = other.manifest.fingerprint, artifact.manifest.fingerprint
+    check_fingerprint(recorded, current_host(recorded.device))
     before = (artifact.manifest.model, here.device, here.dtype, here.world_size)
     after = (other.manifest.model, recorded.device, recorded.dtype, recorded.world_size)
     if before != after:
@@ -289,12 +226,10 @@ def _open_beside(artifact: Artifact, path: Path) -> Artifact:
             fix="pass an artifact that differs in its backend only",
         )
     try:
-        return with_engines(other, ())
+        check_loadable(other)
     except ArtifactError as error:
-        fix = error.fix or ""
-        if OPTION in fix:
-            fix += f", which is for the artifact named first: mingc probe {path} {OPTION} … --beside {artifact.root}"
-        raise ArtifactError(error.message, where="--beside", fix=fix) from error
+        raise ArtifactError(error.message, where="--beside", fix=error.fix) from error
+    return other
 
 
 def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeOptions) -> dict[str, _Target]:
@@ -320,7 +255,7 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
         )
     named = [each for each in targets if options.names(each.name)]
     chosen = [each for each in named if options.choose(each.name, each.sizes)]
-    sizes = {size for each in named for size in _batch(each.sizes)}
+    sizes = {size for each in named for size in request_counts(each.sizes)}
     absent = {*(options.batch_sizes or ())} - sizes if sizes else set()
     idle = {*(options.engines or ())} - {name for each in chosen for name in (each.stage, each.name)}
     if absent or idle:
@@ -334,10 +269,6 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
     return chosen
 
 
-def _batch(sizes: Mapping[str, int]) -> list[int]:
-    return [sizes[dim] for dim in _BATCH_DIMS if dim in sizes]
-
-
 def _targets(artifact: Artifact) -> Iterator[_Target]:
     """Every static engine at its size, and every dynamic engine at each combination of buckets that fits a request."""
     for stage, record in artifact.manifest.stages.items():
@@ -349,7 +280,9 @@ def _targets(artifact: Artifact) -> Iterator[_Target]:
                         spec=graph.spec,
                         engine=engine,
                         sizes=sizes,
-                        room=room(graph.spec, sizes, page_size(artifact.manifest.parameters.get(stage, {}))),
+                        room=room(
+                            graph.spec, sizes, page_size(encode(artifact.manifest.parameters.get(stage, {})))
+                        ),
                     )
                     if target.room >= target.new_tokens:
                         yield target
@@ -394,7 +327,7 @@ class _Run:
             spec=target.spec,
             sizes=target.sizes,
             context=target.held(self._options.context),
-            parameters=artifact.manifest.parameters.get(target.stage, {}),
+            parameters=encode(artifact.manifest.parameters.get(target.stage, {})),
         )
         tensors, graph = case.make(self._device), loaded[target.spec.name]
 

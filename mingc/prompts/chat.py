@@ -5,33 +5,24 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits
-from mingc.media.task import MediaTask, num_bytes, run_task
+from mingc.prompts.conversation import MediaPart, Message, TextPart, VideoParams
+from mingc.prompts.features import Features
+from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
-from mingc.prompts.prompt_writer import Features, MediaFeatures, MediaKind, PreparedPrompt, PromptWriter
+from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import MediaPart, Message, TextPart, VideoParams
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
 
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaEntry:
-    """Decoded media of one kind at one place of a message; several are separated by newlines."""
-
-    kind: MediaKind
-    items: tuple[Features, ...]
 
 
 class ChatProcessor:
@@ -41,9 +32,8 @@ class ChatProcessor:
     `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
     `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
     turns; otherwise they are plain text. In either case media stay at the position of their parts.
-    `decode` decodes one medium: in this process, or in a pool of decoder processes. `max_media_bytes` bounds the memory
-    of the media of one prompt, including the one being decoded. `cached_characters` of recent texts keep their token
-    ids.
+    `decoder` decodes media one by one; None: encoded media are refused. `cached_characters` of recent texts keep their
+    token ids.
     """
 
     def __init__(
@@ -55,13 +45,11 @@ class ChatProcessor:
         audio: AudioParameters | None,
         max_tokens: int | None = None,
         parse_special_tokens: bool = False,
-        decode: Callable[[MediaTask, bytes | memoryview], Features] = run_task,
-        max_media_bytes: int = DEFAULT_MEDIA_BYTES,
+        decoder: MediaDecoder | None = None,
         cached_characters: int = 0,
     ) -> None:
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
-        self._decode = decode
-        self._max_media_bytes = max_media_bytes
+        self._decoder = decoder
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
         )
@@ -81,93 +69,81 @@ class ChatProcessor:
         self._encode.clear()
 
     def prepare(
-        self,
-        messages: Sequence[Message[MediaPart | MediaEntry]],
-        *,
-        video: VideoParams | None = None,
-        thinking: bool = False,
+        self, messages: Sequence[Message], *, video: VideoParams | None = None, thinking: bool = False
     ) -> PreparedPrompt:
-        """Decode the media of `messages` that are not decoded yet and build the prompt, as `build` does.
+        """The prompt of a conversation, whose media are decoded one after another; they share one memory limit.
 
-        Raises: RequestError naming the message or its part.
+        System messages at any place are joined by newlines. Media stand where their parts stand, whatever the text
+        says; the reference drops one medium for each literal tag of its kind (`<image>`).
+
+        Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
         check_messages(messages)
         self._check_length(messages)
-        decoded = list(self._load(messages, video or VideoParams()))
-        return self.build(decoded, thinking=thinking)
-
-    def build(self, messages: Sequence[Message[MediaEntry]], *, thinking: bool = False) -> PreparedPrompt:
-        """The prompt of decoded messages.
-
-        System messages at any place are joined by newlines.
-
-        Raises: RequestError when the prompt leaves no room for an answer.
-        """
+        video = video or VideoParams()
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
-        merge_size = self.merge_size
-        writer = PromptWriter(
-            self._encode,
-            self._thinker,
-            merge_size=merge_size,
-        )
+        left = 0 if self._decoder is None else self._decoder.max_bytes
+        writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
         writer.text(text + suffix)
         writer.token(self._turn_end)
         for message in messages:
-            if message.role != "system":
-                self._write_role(writer, _ROLES[message.role])
-                _write_content(writer, message)
-                writer.token(self._turn_end)
+            if message.role == "system":
+                continue
+            self._write_role(writer, _ROLES[message.role])
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    writer.text(part.text)
+                    continue
+                features = self._features(part, video, left)
+                left -= features.num_bytes
+                writer.media(features)
+            writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
         writer.close()
-        return self._finish(writer, merge_size)
+        return self._finish(writer)
 
     def _write_role(self, writer: PromptWriter, role: str) -> None:
         writer.token(self._role_start)
         writer.text(role)
         writer.token(self._role_end)
 
-    def _load(
-        self, messages: Sequence[Message[MediaPart | MediaEntry]], video: VideoParams
-    ) -> Iterator[Message[MediaEntry]]:
-        """Decode the media one after another; together they share the memory limit of one request."""
-        left = self._max_media_bytes
-        for message in messages:
-            parts: list[TextPart | MediaEntry] = []
-            for part in message.parts:
-                if not isinstance(part, MediaPart):
-                    parts.append(part)
-                    continue
-                is_audio = part.kind == "audio"
-                task = MediaTask(
-                    kind=part.kind,
-                    where=part.where,
-                    vision=None if is_audio else _require_encoder(self._vision, part),
-                    audio=_require_encoder(self._audio, part) if is_audio else None,
-                    video=video,
-                    limits=MediaLimits(max_bytes=left, max_tokens=self._max_tokens),
-                )
-                item = self._decode(task, part.data)
-                left -= num_bytes(item)
-                parts.append(MediaEntry(kind=part.kind, items=(item,)))
-            yield Message(role=message.role, parts=tuple(parts))
+    def _features(self, part: MediaPart, video: VideoParams, max_bytes: int) -> Features:
+        if not isinstance(part.data, str | bytes | memoryview):
+            return part.data
+        assert not isinstance(part.data, str), "the server loads references"
+        is_audio = part.kind == "audio"
+        task = MediaTask(
+            kind=part.kind,
+            where=part.where,
+            vision=None if is_audio else _require_encoder(self._vision, part),
+            audio=_require_encoder(self._audio, part) if is_audio else None,
+            video=video,
+            max_bytes=max_bytes,
+            max_tokens=self._max_tokens,
+        )
+        if self._decoder is None:
+            raise RequestError(
+                "this service decodes no media", where=part.where, fix="send text only", param=part.where
+            )
+        return self._decoder.run(task, part.data)
 
-    def _check_length(self, messages: Sequence[Message[object]]) -> None:
+    def _check_length(self, messages: Sequence[Message]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
         num_characters = sum(len(message.text) for message in messages)
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
-    def _finish(self, writer: PromptWriter, merge_size: int) -> PreparedPrompt:
+    def _finish(self, writer: PromptWriter) -> PreparedPrompt:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
             raise _too_long(f"{num_tokens} tokens", self._max_tokens)
         positions, delta = compute_positions(
             num_tokens,
             writer.grids,
-            merge_size=merge_size,
+            merge_size=self.merge_size,
             temporal_scale=self._thinker.temporal_position_scale,
         )
         embed_kind = np.full(num_tokens, WORD, dtype=np.int64)
@@ -207,23 +183,8 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
     return parameters
 
 
-def _write_content(writer: PromptWriter, message: Message[MediaEntry]) -> None:
-    """Append text and media of one message in their order.
-
-    The reference drops one medium for each literal tag of its kind (`<image>`) in the text; here the text has no effect
-    on media.
-    """
-    for entry in message.parts:
-        if isinstance(entry, TextPart):
-            writer.text(entry.text)
-            continue
-        for index, item in enumerate(entry.items):
-            writer.text("\n" if index else "")
-            writer.media(item)
-
-
-def check_messages(messages: Sequence[Message[object]]) -> None:
-    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first such message."""
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first one."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.image import Grid
+from mingc.prompts.features import Grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mingc.artifacts.parameters import ThinkerParameters
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import Grid, VisionFeatures
-from mingc.media.video import VideoFeatures
+from mingc.prompts.conversation import MediaKind
+from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures, VisionFeatures
 from mingc.prompts.positions import VisionSpan
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-
-MediaKind = Literal["image", "audio", "video"]
-Features = VisionFeatures | AudioFeatures | VideoFeatures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,55 +1,18 @@
-"""Requests and events: plain data between the HTTP layer and the service, and the service's interface.
-
-Media are encoded bytes here (a PNG, a WAV, an MP4); `mingc.media` decodes them.
-"""
+"""Requests and events: plain data between the HTTP layer and the service, and the service's interface."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import ServeError
+from mingc.prompts.conversation import Message, VideoParams
 
-Role = Literal["system", "user", "assistant"]
 FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextPart:
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaPart:
-    """One encoded image, audio clip or video. `where` names it in error messages (`messages[0].content[1]`)."""
-
-    kind: Literal["image", "audio", "video"]
-    data: bytes | memoryview
-    where: str
-
-
-_Media = TypeVar("_Media", covariant=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message(Generic[_Media]):
-    """One message of a conversation, in the client's order. No parts: empty content.
-
-    `_Media` is the form that its media have: a source (URL, path or base64 string) after parsing, encoded bytes
-    (`MediaPart`) in a request, decoded features in preprocessing.
-    """
-
-    role: Role
-    parts: tuple[TextPart | _Media, ...]
-
-    @property
-    def text(self) -> str:
-        """All text of the message, joined."""
-        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
 
 # Below this, sampling is greedy in effect, and logit differences divided by it exceed the range of float32.
@@ -97,17 +60,6 @@ class SpeechParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoParams:
-    """Frame sampling and size limits of videos. None selects the artifact's default."""
-
-    fps: float | None = None
-    max_frames: int | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    total_pixels: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
@@ -115,7 +67,7 @@ class ChatRequest:
     """
 
     request_id: str
-    messages: tuple[Message[MediaPart], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
     video: VideoParams = field(default_factory=VideoParams)
@@ -135,7 +87,7 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of a request. `cached_tokens`: those of `prompt_tokens` found in the prefix cache."""
+    """Token counts of a request. `cached_tokens`: how many of `prompt_tokens` the prefix cache held."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -148,25 +100,26 @@ class Usage:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None for text that no token of its own adds. `logits`: see `TokenItem`.
+    `token` is None for text that completes an answer without a new token.
     """
 
     text: str
     token: int | None = None
-    logits: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AudioDelta:
-    """One patch: samples (n,) float32 mono in [-1, 1] at the artifact's sample rate, and the values they were computed
-    from.
+    """One patch of speech, from the talker's worker to the client.
 
-    `latents` (p, latent) float32 and `stop_probability`: see `PatchItem`.
+    Attributes:
+        samples: (n,) float32 mono in [-1, 1] at the artifact's sample rate.
+        is_segment_end: whether its segment ends with this patch.
+        is_capped: whether the segment ends because of its cap and not by the stop rule.
     """
 
     samples: NDArray[np.float32]
-    latents: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    stop_probability: float = 0.0
+    is_segment_end: bool = False
+    is_capped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,9 +195,8 @@ class ServiceLoad:
     that were given to other requests (`evicted_pages`), and images, videos and clips that were not encoded again
     (`encoder_hits`) or were encoded (`encoder_misses`). At present: pages in the prefix cache, those in use included
     (`cached_pages`), and bytes of cached embeddings (`encoder_cache_bytes`). `listeners`: live speech being generated,
-    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `experts_read`:
-    by rows of a decode step, the number of such steps counted since the start, and the sum over these steps of the mean
-    number of different experts per layer. `memory`: allocated at start.
+    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `memory`:
+    allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -260,7 +212,6 @@ class ServiceLoad:
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
     memory: tuple[MemoryUse, ...] = ()
-    experts_read: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Service(Protocol):

@@ -11,41 +11,22 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mingc.errors import ServeError
-from mingc.runtime.request import FinishReason
+from mingc.runtime.request import AudioDelta, FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenItem:
     """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item.
 
-    `logits`: (V,) float32 that the token was sampled from, if the request records them. `reused_tokens`: tokens of the
-    prompt that were not computed, because the prefix cache held them. `begun_at`: when the prefill began
+    `reused_tokens`: tokens of the prompt that the prefix cache held. `begun_at`: when the prefill began
     (`time.perf_counter`).
     """
 
     token: int | None
     finish: FinishReason | None
-    logits: NDArray[np.float32] | None = field(default=None, compare=False)
     reused_tokens: int = 0
     begun_at: float | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PatchItem:
-    """Samples (n,) float32 of one patch. `is_segment_end`: last of its segment; `is_capped`: it was cut off.
-
-    `latents` (p, latent) float32 and `stop_probability` are the sampler's outputs, before the VAE and the stop rule.
-    """
-
-    samples: NDArray[np.float32]
-    is_segment_end: bool
-    is_capped: bool
-    latents: NDArray[np.float32]
-    stop_probability: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +36,7 @@ class FailedItem:
     error: ServeError
 
 
-Item = TokenItem | PatchItem | FailedItem
+Item = TokenItem | AudioDelta | FailedItem
 
 
 class EventQueue:
@@ -116,7 +97,7 @@ class RequestStream:
         """Pass an item on; it is dropped when the request has ended or the event loop is closed."""
         if self._is_closed:
             return
-        if isinstance(item, PatchItem):
+        if isinstance(item, AudioDelta):
             self._patches_put += 1
         try:
             self._event_queue.put(self, item)
@@ -133,7 +114,7 @@ class RequestStream:
             except TimeoutError:
                 return None
         item = self._items.popleft()
-        if isinstance(item, PatchItem):
+        if isinstance(item, AudioDelta):
             self._patches_taken += 1
         return item
 

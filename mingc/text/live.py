@@ -77,7 +77,7 @@ class LiveSegmenter:
         self._first_wait_s = first_wait_ms / 1000.0
         self._buffer = ""
         self._fragmenter = Fragmenter()
-        self._states = [FragmentState()]  # at each position of the buffer, its end included
+        self._states = [FragmentState()]  # state before each buffer position, and at the end
         self._started_s: float | None = None
         self._num_segments = 0
 

@@ -269,7 +269,7 @@ def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail
         fragments.append(piece)
         return
     last = fragments[-1]
-    # A short tail after a finished sentence is a fragment of its own.
+    # A short tail after a finished sentence is a separate fragment.
     if last.endswith(tuple(_SENTENCE_MARKS)) and length < min_tail:
         fragments.append(piece)
         return

@@ -1,48 +1,33 @@
-"""Checks an artifact: file hashes, versions, and replays of recorded inputs. Entry point of `mingc verify`.
+"""What an artifact proves of itself: file hashes, versions, recorded graphs and recorded requests (`mingc verify`).
 
 The module imports no torch, and `verify` without replay needs none; replays import it inside functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mingc.artifacts.artifact import Artifact, check_hashes, open_artifact
-from mingc.artifacts.engine_choice import backend_views, parse_choice
+from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.artifacts.manifest import NO_SERVED_GOLDENS, GraphRecord, Manifest
-from mingc.artifacts.target_choice import explain_targets, with_target
-from mingc.errors import ConfigError
-from mingc.numerics.tolerances import GRAPH_TOLERANCES, REFERENCE_TOLERANCES
+from mingc.numerics.tolerances import GRAPH_TOLERANCES
 from mingc.verify.comparison import Comparison, FileSummary
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from mingc.verify.comparison_log import ComparisonLog
-    from mingc.verify.engines import Engines
 
-_Result = tuple[FileSummary, list[Comparison], list[str]]
-# Golden tensors, and the JSON document that belongs to them.
-_GOLDEN_FILES = {
-    "preprocess.safetensors": "preprocess.json",
-    "vision.safetensors": None,
-    "audio.safetensors": None,
-    "thinker.safetensors": "thinker.json",
-    "talker.safetensors": "talker.json",
-    "vae.safetensors": None,
-    "text.json": "text.json",
-}
+Progress = Callable[[str], None]
+"""Called with the name of each step before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """The result of `mingc verify`. `passed` is False when any comparison failed.
+    """Comparisons of an artifact with recorded values; `passed` is False when one failed.
 
-    `not_replayed`: targets of the artifact whose engines were not run, with the reason.
+    `not_engine_outputs`: reference values that no engine returns. Only `python -m conformance` has any, and expected
+    differences.
     """
 
     artifact: Path
@@ -53,223 +38,93 @@ class VerifyReport:
     files_hashed: int
     files: tuple[FileSummary, ...]
     comparisons: tuple[Comparison, ...]
-    not_replayed: tuple[str, ...] = ()
-    not_engine_outputs: tuple[str, ...] = field(metadata={"shown": False})
+    not_engine_outputs: tuple[str, ...] = field(default=(), metadata={"shown": False})
 
 
-def verify(
-    path: Path,
-    *,
-    reference: Path | None = None,
-    replay: bool = True,
-    engines: Sequence[str] | None = None,
-    target: str | None = None,
-    progress: Callable[[str], None] = lambda step: None,
-) -> VerifyReport:
-    """Check the artifact at `path`; `progress` is called with the name of each step before it starts.
+def verify(path: Path, *, replay: bool = True, progress: Progress = lambda step: None) -> VerifyReport:
+    """Check the artifact at `path`: the hashes of its files and, with `replay`, everything that it records.
 
-    Args:
-        engines: `STAGE=BACKEND` words: only these engines are replayed, and the default ones of other stages. None:
-            the engines of every backend, and whole requests with the default ones.
-        target: the target whose engines are replayed; None: the one that this machine selects.
-
-    Raises: ManifestError, IntegrityError, IncompatibleError, ArtifactError when a backend is not installed, or
-        ConfigError when `reference` holds no golden file or `engines` are not in the artifact.
+    Raises: ManifestError, IntegrityError, IncompatibleError, or ArtifactError when a backend is not installed.
     """
     artifact = open_artifact(path)
-    parse_choice(engines or ())
-    if reference is not None:
-        _check_reference(reference, replay=replay)
     progress("hashes")
     check_hashes(artifact)
-    results: list[_Result] = []
-    not_replayed: tuple[str, ...] = ()
-    if replay:
-        from mingc.host.machine import current_host
-        from mingc.runtime.engines.choice import check_available, with_engines
+    return make_report(path, artifact, replay_recorded(artifact, progress) if replay else ())
 
-        fits = explain_targets(artifact.manifest, current_host, target)
-        not_replayed = tuple(
-            f"engines for {each.target}: {each.reason}" for each in fits if not each.is_loaded
-        )
-        artifact = with_target(artifact, current_host, target)
-        chosen = with_engines(artifact, engines or ())
-        if engines is None:
-            check_available(artifact.manifest, artifact.manifest, str(path))
-        results += _self_check(artifact if engines is None else chosen, progress)
-        results += _replay_served(chosen, tuple(engines or ()), progress)
-        if reference is not None:
-            results += _replay_reference(chosen, reference, progress)
-    comparisons = tuple(each for _, group, _ in results for each in group)
-    failed = sum(each.outcome == "FAIL" for each in comparisons)
+
+def replay_recorded(artifact: Artifact, progress: Progress) -> list[ComparisonLog]:
+    """Run every graph on the inputs that the export recorded, then send the recorded requests through services.
+
+    Raises: IncompatibleError when the artifact was built for another machine or another torch; ArtifactError when a
+        backend is not installed.
+    """
+    from mingc.host.machine import current_host
+    from mingc.runtime.engines.backends import check_loadable
+
+    manifest = artifact.manifest
+    check_fingerprint(manifest.fingerprint, current_host(manifest.fingerprint.device))
+    check_loadable(artifact)
+    return [*_replay_graphs(artifact, progress), *_replay_requests(artifact, progress)]
+
+
+def make_report(
+    path: Path, artifact: Artifact, logs: Sequence[ComparisonLog], not_engine_outputs: Sequence[str] = ()
+) -> VerifyReport:
+    """The report of all comparisons in `logs`, one summary per log."""
+    files = tuple(log.summary() for log in logs)
+    comparisons = tuple(row for log in logs for row in log.comparisons)
+    failed = sum(row.outcome == "FAIL" for row in comparisons)
     return VerifyReport(
         artifact=path,
         passed=not failed,
-        checked=sum(summary.checked for summary, _, _ in results),
+        checked=sum(summary.checked for summary in files),
         failed=failed,
-        expected_differences=sum(each.outcome == "expected difference" for each in comparisons),
+        expected_differences=sum(row.outcome == "expected difference" for row in comparisons),
         files_hashed=len(artifact.manifest.files),
-        files=tuple(summary for summary, _, _ in results),
+        files=files,
         comparisons=comparisons,
-        not_replayed=not_replayed,
-        not_engine_outputs=tuple(name for _, _, names in results for name in names),
+        not_engine_outputs=tuple(not_engine_outputs),
     )
 
 
-def _check_reference(folder: Path, *, replay: bool) -> None:
-    """Raises: ConfigError when `folder` is not a folder of golden files, or replay is off."""
-    if not replay:
-        raise ConfigError(
-            "--reference requires a replay", where="--no-replay", fix="remove one of the two options"
-        )
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder", where="--reference", fix="pass a folder of golden files"
-        )
-    if not any((folder / name).is_file() for names in _GOLDEN_FILES.items() for name in names if name):
-        names = ", ".join(_GOLDEN_FILES)
-        raise ConfigError(
-            f"{folder} holds no golden file",
-            where="--reference",
-            fix=f"pass a folder with at least one of {names}",
-        )
-
-
 def engine_tolerance(graph: GraphRecord, dtype: str) -> float:
-    """The relative error that a replay of the golden of `graph` may have."""
+    """The relative error that an engine of `graph` may have on its recorded inputs."""
     return max(GRAPH_TOLERANCES[dtype], 2 * graph.parity.compiled)
 
 
-def _self_check(artifact: Artifact, progress: Callable[[str], None]) -> list[_Result]:
-    """Replay the golden that the export stored for every graph, with the engines of each backend."""
-    from mingc.verify.self_check import replay
+def _replay_graphs(artifact: Artifact, progress: Progress) -> list[ComparisonLog]:
+    from mingc.verify.graph_goldens import replay_graph
 
-    results: list[_Result] = []
+    logs: list[ComparisonLog] = []
     for stage, record in artifact.manifest.stages.items():
         for name, graph in record.graphs.items():
-            for index, view in enumerate(backend_views(graph)):
-                title = f"{stage}.{name}" + (f" ({view.backends[0]})" if index else "")
-                progress(title)
-                tolerance = engine_tolerance(view, artifact.manifest.fingerprint.dtype)
-                log = replay(artifact, record, view, name=title, tolerance=tolerance)
-                results.append((log.summary("self-check"), log.comparisons, []))
-    return results
+            title = f"{stage}.{name}"
+            progress(title)
+            tolerance = engine_tolerance(graph, artifact.manifest.fingerprint.dtype)
+            logs.append(replay_graph(artifact, record, graph, name=title, tolerance=tolerance))
+    return logs
 
 
-def _replay_served(
-    artifact: Artifact, engines: tuple[str, ...], progress: Callable[[str], None]
-) -> list[_Result]:
-    """Replay the recorded requests through services that run the artifact in different ways."""
+def _replay_requests(artifact: Artifact, progress: Progress) -> list[ComparisonLog]:
+    """Compare the parameters that requests were recorded with, then the answers in every way to serve."""
     from mingc.verify.served.verification import replay_served
 
     if artifact.manifest.served_goldens is None:
-        return [_without_served(artifact.manifest)]
-    parameters, *logs = replay_served(artifact, progress, engines)
-    return [
-        (parameters.summary("those of the recorded requests"), parameters.comparisons, []),
-        *((log.summary("requests through the service"), log.comparisons, []) for log in logs),
-    ]
+        return [_explain_missing_requests(artifact.manifest)]
+    parameters, *ways = replay_served(artifact, progress)
+    parameters.note = "those of the recorded requests"
+    for log in ways:
+        log.note = "requests through the service"
+    return [parameters, *ways]
 
 
-def _without_served(manifest: Manifest) -> _Result:
-    """No request is replayed: a note with the export's reason, or a failure if the export gave none."""
+def _explain_missing_requests(manifest: Manifest) -> ComparisonLog:
+    """The export's reason for recording no requests; a failure if it gave none."""
     from mingc.verify.comparison_log import ComparisonLog
 
     reasons = [note for note in manifest.notes if note.startswith(NO_SERVED_GOLDENS)]
     log = ComparisonLog("recorded requests", {}, tolerance=0.0, is_exact=True)
+    log.note = reasons[0] if reasons else ""
     if not reasons:
         log.rule("reason", False, "the manifest names no recorded requests and no reason; export again")
-    return log.summary(reasons[0] if reasons else ""), log.comparisons, []
-
-
-def _replay_reference(artifact: Artifact, folder: Path, progress: Callable[[str], None]) -> list[_Result]:
-    """Replay every golden file that `folder` has."""
-    import torch
-
-    from mingc.verify.engines import Engines
-    from mingc.verify.replays import audio, preprocess, talker, text, vae, vision
-    from mingc.verify.replays.thinker import replay as thinker
-
-    kind = artifact.manifest.fingerprint.device
-    engines = Engines(artifact, torch.device(kind, 0) if kind == "cuda" else torch.device(kind))
-    replays: dict[str, tuple[tuple[str, ...], Callable[[ComparisonLog, Mapping[str, Any]], None]]] = {
-        "preprocess.safetensors": ((), lambda a, b: preprocess.replay(engines, a, b)),
-        "vision.safetensors": (("vision_encoder",), lambda a, b: vision.replay(engines, a)),
-        "audio.safetensors": (("audio_encoder",), lambda a, b: audio.replay(engines, a)),
-        "thinker.safetensors": (("thinker",), lambda a, b: thinker.replay(engines, a)),
-        "talker.safetensors": (("talker", "cfm"), lambda a, b: talker.replay(engines, a, b)),
-        "vae.safetensors": (("audio_vae",), lambda a, b: vae.replay(engines, a)),
-        "text.json": ((), lambda a, b: text.replay(a, b)),
-    }
-    results = []
-    with torch.inference_mode():
-        for file, document in _GOLDEN_FILES.items():
-            progress(file)
-            stages, run = replays[file]
-            results.append(_replay_file(engines, folder, file, document, stages, run))
-    return results
-
-
-def _replay_file(
-    engines: Engines,
-    folder: Path,
-    file: str,
-    document: str | None,
-    stages: tuple[str, ...],
-    run: Callable[[ComparisonLog, Mapping[str, Any]], None],
-) -> _Result:
-    """Replay one golden file; without the file or one of `stages` the summary holds a note and no comparison."""
-    from mingc.verify.comparison_log import ComparisonLog
-    from mingc.verify.golden_documents import read_document
-
-    dtype = engines.artifact.manifest.fingerprint.dtype
-    path, document_path = folder / file, folder / document if document is not None else None
-    has_tensors = path.suffix == ".safetensors" and path.is_file()
-    log = ComparisonLog(
-        file,
-        _read_tensors(path) if has_tensors else {},
-        tolerance=REFERENCE_TOLERANCES[dtype],
-        is_exact=dtype == "float32",
-        quantization=_quantization(engines.artifact, stages),
-    )
-    has_document = document_path is not None and document_path.is_file()
-    if not has_tensors and not has_document:
-        return log.summary("no golden file found"), [], []
-    if not engines.has(*stages):
-        return log.summary(f"this artifact has no {' and '.join(stages)}"), [], []
-    arguments = read_document(document_path) if document_path is not None and has_document else {}
-    with log.case("replay"):
-        run(log, arguments)
-        if not log.comparisons:
-            raise ConfigError(f"{file} holds no value that verify can replay", where="--reference")
-    return log.summary(), log.comparisons, [f"{file}: {name}" for name in log.not_outputs()]
-
-
-def _quantization(artifact: Artifact, stages: tuple[str, ...]) -> float:
-    """The largest error by weight quantization of a graph of `stages`.
-
-    Stages that record a quantization error per layer are left out: their replays compare layer by layer.
-    """
-    records = [artifact.manifest.stages[name] for name in stages if name in artifact.manifest.stages]
-    return max(
-        (
-            graph.parity.quantization or 0.0
-            for stage in records
-            if stage.quantization_error is None
-            for graph in stage.graphs.values()
-        ),
-        default=0.0,
-    )
-
-
-def _read_tensors(path: Path) -> dict[str, NDArray[np.generic]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    from mingc.verify.golden_documents import unreadable
-
-    try:
-        tensors: dict[str, NDArray[np.generic]] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise unreadable(path, error) from error
-    return tensors
+    return log

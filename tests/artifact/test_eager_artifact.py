@@ -12,6 +12,7 @@ from eager_engine import EagerEngine
 from golden_checks import check_goldens_in_process
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.media.decoding import InProcessDecoder
 from mingc.runtime.service.builder import open_service
 from mingc.verify.served import verification as served
 from mingc.verify.verification import verify
@@ -48,7 +49,7 @@ def test_state_that_is_not_updated_is_found_out(
 
 
 def test_it_opens_as_a_service(eager_artifact: Path) -> None:
-    service = open_service(eager_artifact)
+    service = open_service(eager_artifact, media=InProcessDecoder())
     try:
         info = service.info
         assert info.has_speech and info.has_image and info.has_audio_input

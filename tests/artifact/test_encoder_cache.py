@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -78,7 +80,9 @@ def services(eager_artifact: Path) -> Iterator[tuple[OmniService, OmniService]]:
     """A service without and one with an encoder cache; neither has a prefix cache, which would hide it."""
     opened = [
         open_service(
-            eager_artifact, EngineOptions(prefix_cache=False, loads_speech=False, encoder_cache=max_bytes)
+            eager_artifact,
+            EngineOptions(prefix_cache=False, loads_speech=False, encoder_cache=max_bytes),
+            media=DecoderPool(),
         )
         for max_bytes in (0, EngineOptions().encoder_cache)
     ]
@@ -99,11 +103,12 @@ class Chats:
         (case,) = (each for each in self._goldens.cases if each.name == name)
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         messages = decoded_messages(case, self._goldens.tensors)
-        events = service.answer(lambda: service.prepare(messages), params, records_logits=True)
+        recorder = Recorder()
+        events = service.answer(lambda: service.prepare(messages), params, recorder=recorder)
         deltas = [event async for event in events if isinstance(event, TextDelta) and event.token is not None]
         return Answer(
             [each.token for each in deltas if each.token is not None],
-            np.stack([each.logits for each in deltas if each.logits is not None]),
+            np.stack(recorder.logits),
         )
 
     async def together(self, watched: Watched, first: str, names: Sequence[str]) -> list[Answer]:

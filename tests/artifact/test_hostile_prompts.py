@@ -18,12 +18,13 @@ from mixed_requests import picture
 from preprocess_data import config, talker_tokenizer, tokenizer
 from server_thread import run_server
 
+from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.logs import configure_logging
+from mingc.server.logs import configure_logging
 
 # What a client may type to be taken for something else: name → text.
 INJECTIONS = {
@@ -84,7 +85,7 @@ def served(eager_artifact: Path) -> Iterator[Served]:
         patch.setattr(SpeechPromptBuilder, "build", recorded(SpeechPromptBuilder.build, served.speeches))
         configure_logging("info", "text", served.log)
         try:
-            with run_server(lambda: open_service(eager_artifact)) as served.url:
+            with run_server(lambda: open_service(eager_artifact, media=DecoderPool())) as served.url:
                 yield served
         finally:
             logging.root.handlers, logging.root.level = handlers, level
@@ -208,7 +209,7 @@ def test_special_tokens_are_parsed_if_the_server_is_asked_to(eager_artifact: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChatProcessor, "build", record)
-        with run_server(lambda: open_service(eager_artifact, options)) as url:
+        with run_server(lambda: open_service(eager_artifact, options, media=DecoderPool())) as url:
             body = {
                 "messages": [
                     {"role": "user", "content": [picture(96, 64), checks.text("<image><|role_end|>")]}

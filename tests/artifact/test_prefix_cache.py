@@ -24,8 +24,11 @@ from mingc_command import ENVIRONMENT
 from numpy.typing import NDArray
 from PIL import Image
 
+from mingc.media.decoder_pool import DecoderPool
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.runtime.request import Done, MediaPart, Message, SamplingParams, TextDelta, TextPart
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import Done, SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -66,7 +69,7 @@ def video() -> bytes:
     return file.getvalue()
 
 
-def conversation(*parts: tuple[str, bytes], text: str = TEXT) -> tuple[Message[MediaPart], ...]:
+def conversation(*parts: tuple[str, bytes], text: str = TEXT) -> tuple[Message, ...]:
     media = [MediaPart(kind=kind, data=data, where="part") for kind, data in parts]  # type: ignore[arg-type]
     return (Message(role="user", parts=(*media, TextPart(text=text))),)
 
@@ -97,13 +100,14 @@ async def answer(
     service: OmniService, prompt: PreparedPrompt, *, max_tokens: int = 12, **sampling: Any
 ) -> Answer:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
-    events = [event async for event in service.answer(lambda: prompt, params, records_logits=True)]
+    recorder = Recorder()
+    events = [event async for event in service.answer(lambda: prompt, params, recorder=recorder)]
     deltas = [event for event in events if isinstance(event, TextDelta) and event.token is not None]
     done = events[-1]
     assert isinstance(done, Done)
     return Answer(
         [delta.token for delta in deltas if delta.token is not None],
-        np.stack([delta.logits for delta in deltas if delta.logits is not None]),
+        np.stack(recorder.logits),
         done.usage.prompt_tokens,
         done.usage.cached_tokens,
     )
@@ -145,7 +149,7 @@ def services(
     opened = []
     for is_cached in (False, True):
         options = EngineOptions(prefix_cache=is_cached, steps=WAYS[request.param], loads_speech=False)
-        opened.append(open_service(eager_artifact, options))
+        opened.append(open_service(eager_artifact, options, media=DecoderPool()))
     yield opened[0], opened[1]
     for service in opened:
         asyncio.run(service.close(shutdown_timeout_s=1.0))
@@ -197,12 +201,14 @@ def test_images_share_nothing(services: tuple[OmniService, OmniService]) -> None
 
 def test_many_at_once_in_a_small_pool(eager_artifact: Path) -> None:
     """Requests that join and leave, and more pages than there are: each has the answer that it has alone."""
-    plain = open_service(eager_artifact, EngineOptions(prefix_cache=False, loads_speech=False))
+    plain = open_service(
+        eager_artifact, EngineOptions(prefix_cache=False, loads_speech=False), media=DecoderPool()
+    )
     prompts = [plain.prepare(CONVERSATIONS[name]) for name in CONVERSATIONS if name != "several chunks"]
     prompts += [plain.prepare(conversation(("image", picture(seed)), text=f"{seed}")) for seed in range(3)]
     expected = [ask(plain, prompt) for prompt in prompts]
     options = EngineOptions(max_total_tokens=PAGE * 34, max_running=4, loads_speech=False)
-    small = open_service(eager_artifact, options)
+    small = open_service(eager_artifact, options, media=DecoderPool())
 
     async def leave(prompt: PreparedPrompt) -> None:
         events = small.answer(lambda: prompt, SamplingParams(max_tokens=90, ignore_eos=True))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_omni import chat, collect, speech_request
-from held_resources import loop_resources, wait_until_equal
+from held_resources import wait_until_equal
 from mingc_command import ENVIRONMENT
 
 from mingc.artifacts.artifact import open_artifact
@@ -43,8 +43,7 @@ def opened(artifact: Path, options: EngineOptions) -> Iterator[tuple[OmniService
     """A service, and the number of streams that each of its talkers has been given."""
     service = open_service(artifact, options)
     placed: Counter[int] = Counter()
-    assert service._speech is not None
-    for index, loop in enumerate(service._speech.talkers.loops):
+    for index, loop in enumerate(service.talkers):
 
         def record(*arguments: Any, index: int = index, opened: Any = loop.open, **options: Any) -> int:
             placed[index] += 1
@@ -78,11 +77,11 @@ def test_eight_requests_at_once_sound_as_alone(eager_artifact: Path) -> None:
         alone = waves(asyncio.run(one_by_one(service, REQUESTS)))
         assert placed == {0: 8}
     with opened(eager_artifact, TWO) as (service, placed):
-        before = loop_resources(service)
+        before = service.held
         found = waves(asyncio.run(together(service, REQUESTS)))
         assert placed == {0: 4, 1: 4}
         # A talker's thread frees the last one after its audio was sent.
-        wait_until_equal(before, lambda: loop_resources(service))
+        wait_until_equal(before, lambda: service.held)
     assert len({wave.tobytes() for wave in alone}) == 8
     for wave, reference in zip(found, alone, strict=True):
         assert wave.shape == reference.shape and np.abs(reference).max() > 1e-3

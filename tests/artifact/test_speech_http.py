@@ -13,7 +13,7 @@ import pytest
 import speech_http
 from mingc_command import ENVIRONMENT, REPOSITORY
 
-from mingc import cli
+from mingc.commands.export import command as export_command
 
 PATCHES = 8
 
@@ -62,7 +62,7 @@ def test_its_artifact_is_asked_for_with_random_weights_and_the_chosen_batch_size
     speech_http.make_artifact(tmp_path / "made", cast(argparse.Namespace, given))
     (words,) = commands
     assert words[:4] == [sys.executable, "-m", "mingc", "export"]
-    asked = cli.export_command.make_context("export", words[4:]).params
-    assert asked["synthetic"] and asked["stages"] == ("talker", "cfm", "audio_vae")
-    assert asked["batch_sizes"] == (1, 8)
-    assert (asked["output"], asked["jobs"], asked["cache"]) == (tmp_path / "made", 3, tmp_path)
+    asked = export_command.make_context("export", words[4:]).params
+    assert asked["synthetic"] and asked["stages"] == "talker,cfm,audio_vae"
+    assert asked["batch_sizes"] == "1,8"
+    assert (asked["output"], asked["jobs"], asked["cache"]) == (f"{tmp_path}/made", "3", f"{tmp_path}")

@@ -16,7 +16,6 @@ from mingc_command import ENVIRONMENT
 from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
@@ -35,24 +34,24 @@ def answers(
     service = open_service(export_eager("--tp", 2), options)
     logits, counts = {}, []
     try:
-        assert service._chat is not None
-        loop = service._chat.loop
-        assert isinstance(loop._runner, RankGroup)
-        prefill = loop._runner._worker.prefill
+        assert service.thinker is not None
+        loop = service.thinker
+        assert isinstance(loop.runner, RankGroup)
+        prefill = loop.runner._worker.prefill
 
         def note(step: PrefillStep) -> torch.Tensor:
             counts[-1].append(int(step.counts.sum()))
             return prefill(step)
 
-        monkeypatch.setattr(loop._runner._worker, "prefill", note)
+        monkeypatch.setattr(loop.runner._worker, "prefill", note)
         for case in CASES:
             counts.append([])
             collector = Collector()
             recorded = THINKER[f"{case}.greedy_ids"][0].tolist()
             sampling = SamplingParams(max_tokens=len(recorded), ignore_eos=True)
-            loop.submit(thinker_prompt(case), sampling, 1, collector.put, records_logits=True)
+            loop.submit(thinker_prompt(case), sampling, 1, collector.put, recorder=collector.recorder)
             assert collector.tokens() == recorded, case
-            logits[case] = np.stack([each.logits for each in collector.items if isinstance(each, TokenItem)])
+            logits[case] = np.stack(collector.recorder.logits)
             np.testing.assert_allclose(logits[case], THINKER[f"{case}.greedy_logits"][0], atol=1e-3)
     finally:
         asyncio.run(service.close(shutdown_timeout_s=1.0))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mingc_command import REPOSITORY
 
 from mingc.artifacts.artifact import open_unchecked
-from mingc.artifacts.manifest import TargetRecord
 from mingc.deploy import ray
 from mingc.deploy.fetch import fetched_artifact
 from mingc.deploy.options import DeployOptions, parse_arguments
@@ -49,60 +45,61 @@ def test_strings_and_typed_values_mean_the_same() -> None:
         ({"artifact": None}, "artifact is missing"),
         ({"tpp": "2"}, "tpp is no option"),
         ({"port": "80"}, r"port belongs to Serve's proxy"),
-        ({"tp": "two"}, "tp='two': not of type int"),
+        ({"tp": "two"}, "tp='two': not a whole number"),
         ({"tp": 2.5}, "tp=2.5: not a whole number"),
-        ({"tp": True}, "tp=True: not a number"),
+        ({"tp": True}, "tp=True: not a whole number"),
         ({"speech": "maybe"}, "speech='maybe': not true or false"),
         ({"allow_media_hosts": 3}, "allow_media_hosts=3: not a list"),
-        ({"min_replicas": "2"}, "min_replicas 2 and max_replicas 1"),
-        ({"speech_min_replicas": "0"}, "speech_min_replicas 0"),
-        ({"target_ongoing_requests": "nan"}, "target_ongoing_requests is nan"),
-        ({"num_gpus": "-1"}, "num_gpus is -1"),
-        ({"max_queued_requests": "0"}, "max_queued_requests is 0"),
-        ({"max_queued_requests": "-2"}, "max_queued_requests is -2"),
+        ({"min_replicas": "2"}, "min_replicas 2 is above max_replicas 1"),
+        ({"speech_min_replicas": "0"}, "speech_min_replicas 0: must be from 1"),
+        ({"target_ongoing_requests": "nan"}, "target_ongoing_requests nan: must be above 0"),
+        ({"num_gpus": "-1"}, "num_gpus -1: must be at least 0"),
+        ({"max_queued_requests": "0"}, "max_queued_requests 0: must be above 0, or -1 for any number"),
+        ({"max_queued_requests": "-2"}, "max_queued_requests -2: must be from -1"),
         ({"max_ongoing_requests": "300"}, "max_ongoing_requests 300 is above max_concurrent_requests 256"),
-        ({"fetch": "cp {artifact} /x"}, "fetch has no {output}; fetch needs cache"),
+        ({"fetch": "cp {artifact} /x"}, "fetch has no {output}\nfetch needs cache"),
         ({"speech": "no", "speech_artifact": "/s"}, "speech is off, but speech_artifact is given"),
-        ({"engines": ["cfm=onnx"], "speech_artifact": "/s"}, "engines are of one artifact"),
+        ({"engines": "cfm=onnx"}, "engines is no option"),
+        ({"target": "cpu"}, "target is no option"),
         ({"speech": "no", "talker_devices": "cuda:1"}, "speech is off, but talker_devices are given"),
-        ({"talker_devices": "gpu1"}, "--talker-device 'gpu1' is neither"),
-        ({"step_timeout_s": "0"}, "--step-timeout is 0"),
-        ({"max_body_bytes": "0"}, "--max-body-bytes is 0"),
+        ({"talker_devices": "gpu1"}, "--talker-device gpu1: is neither"),
+        ({"step_timeout_s": "0"}, "--step-timeout 0s: must be above 0s"),
+        ({"max_body_bytes": "0"}, "--max-body-bytes 0B: must be at least 1B"),
         ({"artifact": ""}, "artifact is empty"),
         ({"fetch": "x {output}", "cache": "/c"}, "fetch has no {artifact}"),
-        ({"max_replicas": "0"}, "min_replicas 1 and max_replicas 0"),
-        ({"speech_max_replicas": "0"}, "speech_min_replicas 1 and speech_max_replicas 0"),
-        ({"max_ongoing_requests": "0"}, "max_ongoing_requests is 0"),
-        ({"health_check_period_s": "0"}, "health_check_period_s is 0"),
-        ({"health_check_timeout_s": "inf"}, "health_check_timeout_s is inf"),
-        ({"upscale_delay_s": "-1"}, "upscale_delay_s is -1"),
-        ({"downscale_delay_s": "nan"}, "downscale_delay_s is nan"),
-        ({"graceful_shutdown_timeout_s": "inf"}, "graceful_shutdown_timeout_s is inf"),
-        ({"num_cpus": "-0.5"}, "num_cpus is -0.5"),
-        ({"speech_num_gpus": "-2"}, "speech_num_gpus is -2"),
-        ({"max_surge_percent": "-1"}, "max_surge_percent is -1"),
-        ({"num_cpus": "inf", "tp": "x"}, "tp='x': not of type int"),
-        ({"tp": [2]}, r"tp=\[2\]: not of type int"),
+        ({"max_replicas": "0"}, "max_replicas 0: must be from 1"),
+        ({"speech_max_replicas": "0"}, "speech_max_replicas 0: must be from 1"),
+        ({"max_ongoing_requests": "0"}, "max_ongoing_requests 0: must be at least 1"),
+        ({"health_check_period_s": "0"}, "health_check_period_s 0s: must be above 0s"),
+        ({"health_check_timeout_s": "inf"}, "health_check_timeout_s inf: must be above 0s"),
+        ({"upscale_delay_s": "-1"}, "upscale_delay_s -1s: must be at least 0s"),
+        ({"downscale_delay_s": "nan"}, "downscale_delay_s nan: must be at least 0s"),
+        ({"graceful_shutdown_timeout_s": "inf"}, "graceful_shutdown_timeout_s inf: must be"),
+        ({"num_cpus": "-0.5"}, "num_cpus -0.5: must be at least 0"),
+        ({"speech_num_gpus": "-2"}, "speech_num_gpus -2: must be at least 0"),
+        ({"max_surge_percent": "-1"}, "max_surge_percent -1: must be from 0 to 100"),
+        ({"num_cpus": "inf", "tp": "x"}, "tp='x': not a whole number"),
+        ({"tp": [2]}, r"tp=\[2\]: not a whole number"),
         ({"affinity": 2}, "affinity=2: not true or false"),
         ({"speech": "none"}, "speech='none': not true or false"),
-        ({"num_gpus": "half"}, "num_gpus='half': not of type float"),
+        ({"num_gpus": "half"}, "num_gpus='half': not a number"),
         ({"steps": "x"}, "steps is no option"),
         ({"http": {}}, "http is no option"),
-        ({"tp": "0"}, "tp is 0, which is below 1"),
+        ({"tp": "0"}, "tp 0: must be at least 1"),
         ({"artifact": ["/a"]}, r"artifact=\['/a'\]: not a text"),
         ({"fetch": 3}, "fetch=3: not a text"),
-        ({"num_gpus": "1.5"}, "num_gpus is 1.5: Ray shares one GPU, or reserves whole ones"),
-        ({"speech_artifact": "/s", "speech_num_gpus": "2.5"}, "speech_num_gpus is 2.5: Ray shares"),
-        ({"max_surge_percent": "101"}, "max_surge_percent is 101, which is above 100"),
-        ({"max_replicas": "3000000000"}, "max_replicas is 3000000000, which is above 2147483647"),
-        ({"max_queued_requests": "3000000000"}, "max_queued_requests is 3000000000, which is above"),
+        ({"num_gpus": "1.5"}, "num_gpus 1.5: Ray shares one GPU, or reserves whole ones"),
+        ({"speech_artifact": "/s", "speech_num_gpus": "2.5"}, "speech_num_gpus 2.5: Ray shares"),
+        ({"max_surge_percent": "101"}, "max_surge_percent 101: must be from 0 to 100"),
+        ({"max_replicas": "3000000000"}, "max_replicas 3000000000: must be from 1 to 2147483647"),
+        ({"max_queued_requests": "3000000000"}, "max_queued_requests 3000000000: must be from"),
         (
             {"speech_max_replicas": "2"},
             "speech_max_replicas is of the second deployment, which needs speech_art",
         ),
         ({"speech_num_gpus": "0"}, "speech_num_gpus is of the second deployment"),
+        ({"served_model_names": {}}, "not a list"),
         ({"cache": "/c"}, "cache keeps what fetch writes, and fetch is missing"),
-        ({"engines": {}}, "not a list"),
         *[
             ({name: "1"}, f"{name} belongs to Serve's proxy")
             for name in (
@@ -132,21 +129,19 @@ def test_an_empty_line_of_a_config_file_is_no_path() -> None:
 def test_new_options_of_the_engines_are_arguments() -> None:
     options = parse_arguments(
         {
-            **{"artifact": "/a", "prefix_cache": "false", "speech_lead": "0", "target": "cpu"},
+            **{"artifact": "/a", "prefix_cache": "false", "speech_lead": "0"},
             "talker_devices": "cuda:2,cuda:3",
         }
     ).engines
-    assert (options.prefix_cache, options.speech_lead, options.target) == (False, 0, "cpu")
+    assert (options.prefix_cache, options.speech_lead) == (False, 0)
     assert options.talker_devices == ("cuda:2", "cuda:3")
 
 
 def test_all_problems_are_named_at_once() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tp='x'.*; nothing is no option.*; artifact is missing"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"nothing is no option\nartifact is missing\ntp='x': ") as refused:
         parse_arguments({"tp": "x", "nothing": 1})
     assert refused.value.where == "arguments of mingc.deploy.ray:app"
-    with pytest.raises(ConfigError, match=r"min_replicas 3 .*; num_cpus is -1"):
+    with pytest.raises(ConfigError, match=r"num_cpus -1: .*\nmin_replicas 3 is above"):
         DeployOptions(artifact="/a", min_replicas=3, num_cpus=-1.0)
 
 
@@ -173,22 +168,12 @@ def test_words_become_values_of_their_types() -> None:
         assert parse_arguments({"artifact": "/a", "speech": word}).speech is False
 
 
-def test_the_defaults_are_those_of_the_documentation() -> None:
-    page = (REPOSITORY / "docs" / "deployment.md").read_text(encoding="utf-8")
-    table = page.partition("### Arguments")[2].partition("\n\nAPI keys")[0]
-    options = DeployOptions(artifact="/a")
-    documented = set()
-    for names, default in re.findall(r"^\| (`[^|]+) \|([^|]*)\|", table, re.MULTILINE):
-        values = [each.strip() for each in default.split(",")]
-        for index, name in enumerate(re.findall(r"`(\w+)`", names)):
-            documented.add(name)
-            given = getattr(options, name)
-            if given is None or name == "artifact":
-                continue
-            expected = values[min(index, len(values) - 1)]
-            assert str(given).lower().removesuffix(".0") == expected, name
-    fields = {each.name for each in dataclasses.fields(DeployOptions)}
-    assert documented | {"speech_min_replicas", "speech_max_replicas"} == fields - {"http", "engines"}
+def test_sizes_and_durations_have_units() -> None:
+    options = parse_arguments(
+        {"artifact": "/a", "max_body_bytes": "256MiB", "downscale_delay_s": "5min", "step_timeout_s": "500ms"}
+    )
+    assert (options.http.max_body_bytes, options.downscale_delay_s) == (256 << 20, 300.0)
+    assert options.engines.step_timeout_s == 0.5
 
 
 def test_bounds_are_allowed_values() -> None:
@@ -320,27 +305,6 @@ def test_gpus_are_the_ranks_of_a_cuda_artifact(
     (tmp_path / "manifest.json").touch()
     for path in (packed, tmp_path):
         assert deployments(artifact=str(path))["mingc actor"]["num_gpus"] == gpus
-
-
-def test_targets_that_need_other_gpus_are_not_guessed(
-    monkeypatch: pytest.MonkeyPatch, eager_artifact: Path
-) -> None:
-    """Without a GPU of its own a replica would run the engines for the CPU, whatever the node has."""
-    own = open_unchecked(eager_artifact)
-    cards = TargetRecord(
-        target="rtx:sm89",
-        device="cuda",
-        capability="8.9",
-        stages=own.manifest.stages,
-        parameters=own.manifest.parameters,
-    )
-    artifact = replace(own, manifest=replace(own.manifest, other_targets=(cards,)))
-    monkeypatch.setattr(ray, "open_artifact", lambda root: artifact)
-    with pytest.raises(ConfigError, match="engines for cpu and rtx:sm89"):
-        deployments(artifact=str(eager_artifact))
-    for given, gpus in (({"num_gpus": 0.5}, 0.5), ({"target": "cpu"}, 0.0), ({"target": "rtx:sm89"}, 1.0)):
-        options = parse_arguments({"artifact": str(eager_artifact), **given})
-        assert ray._num_gpus(options.artifact, options, options.num_gpus, tp=None) == gpus
 
 
 def test_a_replica_has_the_gpus_of_its_talkers(

@@ -13,9 +13,11 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from mingc.cli import serve_command
+from mingc.commands.serve import command as serve_command
 from mingc.deploy.options import parse_arguments
-from mingc.server.http.metrics import describe_metrics
+from mingc.options import options_of
+from mingc.server.metrics import describe_metrics
+from mingc.server.options import ServeOptions
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 # Kinds of operators, which Kubernetes' own schemas do not have.
@@ -122,9 +124,12 @@ def test_the_deployment_starts_a_server_that_exists() -> None:
     given = serve_command.make_context("serve", words).params
     assert isinstance(serve_command, click.Command)
     grace = PLAIN["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert given["drain_s"] + given["shutdown_timeout_s"] < grace
+    drain_s, shutdown_s = (
+        options_of(ServeOptions)[name].parse(given[name]) for name in ("drain_s", "shutdown_timeout_s")
+    )
+    assert drain_s + shutdown_s < grace
     probe = container["readinessProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] < given["drain_s"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] < drain_s
 
 
 def test_scaling_uses_metrics_that_are_exported() -> None:

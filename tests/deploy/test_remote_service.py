@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from fake_service import INFO, TEXT_ONLY
 
-from mingc.deploy import remote_speech
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.request import (
@@ -252,9 +251,8 @@ def test_an_answer_without_text_is_silent() -> None:
     assert events[-1] == replace(END, usage=replace(USAGE, audio_patches=0, audio_seconds=0.0))
 
 
-def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest() -> None:
     """Only without a seed: where the first segment ends depends on the time then."""
-    monkeypatch.setattr(remote_speech, "_TICK_S", 0.001)
 
     async def run() -> None:
         goes_on = asyncio.Event()
@@ -271,9 +269,7 @@ def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest(monkeypatch
     asyncio.run(run())
 
 
-def test_with_a_seed_the_time_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_speech, "_TICK_S", 0.001)
-
+def test_with_a_seed_the_time_decides_nothing() -> None:
     async def run() -> None:
         goes_on = asyncio.Event()
         speech_side = FakeSpeech()

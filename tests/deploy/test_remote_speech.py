@@ -10,22 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from held_resources import loop_resources, service_resources, wait_until_equal, wait_until_free
+from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo, _Segments
 from mingc.errors import RequestError, WorkerError
+from mingc.prompts.conversation import Message, TextPart
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
     Event,
-    Message,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
     TextDelta,
-    TextPart,
 )
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -79,7 +78,7 @@ def services(opened: tuple[OmniService, OmniService]) -> Services:
     """With engines that have ended the work of the test before."""
 
     def num_streams() -> dict[str, int]:
-        held = loop_resources(opened[0])
+        held = opened[0].held
         return {name: held[name] for name in ("chats", "speech streams", "patches in flight")}
 
     wait_until_equal({"chats": 0, "speech streams": 0, "patches in flight": 0}, num_streams)

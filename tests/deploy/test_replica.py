@@ -22,6 +22,7 @@ from mingc.deploy import ray_metrics, replica
 from mingc.deploy.options import DeployOptions
 from mingc.deploy.remote_speech import SegmentCall, SpeechInfo
 from mingc.errors import CapacityError, ConfigError, RankError, RequestError, ServeError, WorkerError
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, ShiftedNoise
 from mingc.runtime.request import (
     ChatRequest,
@@ -37,8 +38,8 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 
 class FailingService(FakeService):
@@ -253,7 +254,7 @@ def opened_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Path, 
     """What would be opened. The interpreter's settings are as before afterwards."""
     found: list[tuple[Path, EngineOptions]] = []
 
-    def open_service(root: Path, options: EngineOptions) -> FakeService:
+    def open_service(root: Path, options: EngineOptions, *, media: MediaDecoder) -> FakeService:
         found.append((root, options))
         return FakeService(INFO if options.loads_speech else TEXT_ONLY)
 

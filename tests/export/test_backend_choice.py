@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from export_plans import plan_of
 from torch import nn
 from worker_threads import worker_threads
 
@@ -25,14 +26,20 @@ from mingc.errors import (
     ParityError,
     WorkerError,
 )
-from mingc.export import pipeline
-from mingc.export.compile import backends, build, schedule
+from mingc.export import run as export_run
+from mingc.export import schedule
+from mingc.export.compile import backends
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask, engine_label
-from mingc.export.compile.choice import choose_fastest
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import GraphDef
-from mingc.export.weights.files import weights_files
+from mingc.export.tasks import compile_engine
+from mingc.export.tasks import timing as timing_task
+from mingc.export.tasks.check_graph import GraphResult
+from mingc.export.tasks.compile_engine import BuiltEngine
+from mingc.export.tasks.early_refusals import early_refusals
+from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.timing import choose_fastest, time_graph
 from mingc.probe import engine_trial
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -53,58 +60,43 @@ def timing(backend: str, batch: int, us: float) -> EngineTiming:
     return EngineTiming(backend=backend, dims={"B": batch, "T": 7}, median_us=us, calls=5)
 
 
-def record(*engines: EngineRecord, **parity: float) -> GraphRecord:
-    of_each = {name: Parity(compiled=error, eager=0.0) for name, error in parity.items()}
-    first = of_each.get(engines[0].backend, Parity(compiled=0.0, eager=0.0))
-    return GraphRecord(spec=SPEC, engines=engines, golden="g", parity=first, backend_parity=of_each)
+def record(*engines: EngineRecord, parity: float = 0.0) -> GraphRecord:
+    return GraphRecord(spec=SPEC, engines=engines, golden="g", parity=Parity(compiled=parity, eager=0.0))
 
 
 def test_the_fastest_over_all_sizes_is_kept_with_its_parity_and_all_times() -> None:
-    both = record(engine("a"), engine("b"), a=1e-6, b=2e-6)
+    both = [record(engine("a"), parity=1e-6), record(engine("b"), parity=2e-6)]
     # Arithmetic means would say a: 60 against 82; a is 4 times as slow at one size, b 1.6 times at the other.
     timings = [timing("a", 1, 20), timing("b", 1, 5), timing("a", 2, 100), timing("b", 2, 160)]
     refused = [BackendRefusal(backend="c", reason="no")]
     found = choose_fastest(both, timings, device="CPU", refused=refused)
     assert [each.backend for each in found.engines] == ["b"]
-    assert (found.parity.compiled, found.backend_parity) == (2e-6, {})
+    assert found.parity.compiled == 2e-6
     assert found.trial is not None and found.trial.timings == tuple(timings)
     assert (found.trial.device, found.trial.refused) == ("CPU", tuple(refused))
-    assert (found.spec, found.golden) == (both.spec, both.golden)
+    assert (found.spec, found.golden) == (SPEC, "g")
 
 
 def test_of_equally_fast_engines_the_first_stays() -> None:
-    both = record(engine("a"), engine("b"))
+    both = [record(engine("a")), record(engine("b"))]
     found = choose_fastest(both, [timing("b", 1, 5), timing("a", 1, 5)], device="CPU")
     assert [each.backend for each in found.engines] == ["a"]
 
 
 def test_each_size_of_static_engines_is_chosen_by_its_own_times() -> None:
     one, two = {"B": 1}, {"B": 2}
-    given = record(engine("a", one), engine("b", one), engine("a", two), engine("b", two), a=3e-6, b=1e-6)
+    given = [
+        record(engine("a", one), engine("a", two), parity=3e-6),
+        record(engine("b", one), engine("b", two), parity=1e-6),
+    ]
     timings = [timing("a", 1, 9), timing("b", 1, 5), timing("a", 2, 5), timing("b", 2, 500)]
     found = choose_fastest(given, timings, device="CPU")
     assert [(each.backend, each.dims) for each in found.engines] == [("b", one), ("a", two)]
     assert found.parity.compiled == 3e-6, "the worst of those that are run"
-    assert found.backend_parity.keys() == {"a", "b"}
-    kept = choose_fastest(given, timings, device="CPU", keep_all=True)
-    assert [(each.backend, each.dims) for each in kept.engines] == [
-        ("b", one),
-        ("a", one),
-        ("a", two),
-        ("b", two),
-    ]
-
-
-def test_all_are_kept_with_the_fastest_first_when_asked_for() -> None:
-    both = record(engine("a"), engine("b"), a=3e-6, b=2e-6)
-    found = choose_fastest(both, [timing("a", 1, 20), timing("b", 1, 5)], device="CPU", keep_all=True)
-    assert [each.backend for each in found.engines] == ["b", "a"]
-    assert found.parity.compiled == 2e-6, "that of the default engine"
-    assert {name: each.compiled for name, each in found.backend_parity.items()} == {"a": 3e-6, "b": 2e-6}
 
 
 def test_a_graph_of_one_backend_needs_no_times() -> None:
-    found = choose_fastest(record(engine("a")), (), device="")
+    found = choose_fastest([record(engine("a"))], (), device="")
     assert [each.backend for each in found.engines] == ["a"]
     assert found.trial is not None and not found.trial.timings
 
@@ -146,7 +138,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             names=lambda: sorted(by_name), load=by_name.__getitem__, group="mingc.backends"
         )
         monkeypatch.setattr(backends, "BACKENDS", point)
-        monkeypatch.setattr(build, "find_backend", backends.find_backend)
 
     return set_backends
 
@@ -155,32 +146,23 @@ def recipe(*words: str, **changes: Any) -> ExportRecipe:
     return ExportRecipe(checkpoint=TINY, output=Path("out"), backend=words, **changes)
 
 
-def test_a_stage_may_have_several_backends_in_order(install: Callable[..., None]) -> None:
-    install(Fake("aoti"), Fake("b"), Fake("c"))
-    found = recipe("b", "c + aoti:cfm,talker")
-    assert found.backends_of("thinker") == ("b",) and found.backends_of("cfm") == ("c", "aoti")
-    assert not found.is_measured("cfm")
-    assert recipe("b+c").backends_of("cfm") == ("b", "c")
-    assert recipe("aoti:cfm", "b+c").backends_of("cfm") == ("aoti",)
-
-
 def test_auto_tries_what_can_build_for_the_target_the_default_one_first(install: Callable[..., None]) -> None:
     install(Fake("aoti"), Fake("a"), Fake("rt", "no GPU"))
     found = recipe("a", "auto:cfm")
     assert found.backends_of("cfm") == ("aoti", "a") and found.is_measured("cfm")
     assert found.backends_of("talker") == ("a",) and not found.is_measured("talker")
     assert found.unsupported() == {"rt": "no GPU"}
-    assert recipe("auto", keep_all=True).is_measured("talker")
+    assert recipe("auto").is_measured("talker")
+    assert recipe("aoti:cfm", "a").backends_of("cfm") == ("aoti",)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("a+a",), "--backend a\\+a: names a backend twice"),
-        (("auto+a",), "auto tries every backend, so it stands alone"),
-        (("a+",), "--backend is empty: not one of auto, a, aoti, rt"),
-        (("a+none:cfm",), "--backend none: not one of auto, a, aoti, rt"),
-        (("a+rt",), "--backend rt: no GPU"),
+        (("a+aoti",), "--backend a\\+aoti: not one of auto, a, aoti, rt"),
+        (("",), "--backend is empty: not one of auto, a, aoti, rt"),
+        (("a", "none:cfm"), "--backend none: not one of auto, a, aoti, rt"),
+        (("a", "rt:cfm"), "--backend rt: no GPU"),
         (("auto", "a"), "names a backend for all stages twice"),
     ],
 )
@@ -192,22 +174,16 @@ def test_words_that_name_no_backends_are_refused(
         recipe(*words)
 
 
-def test_auto_needs_a_backend_and_keep_all_needs_auto(install: Callable[..., None]) -> None:
+def test_auto_needs_a_backend(install: Callable[..., None]) -> None:
     install(Fake("aoti", "no compiler"), Fake("rt", "no GPU"))
     with pytest.raises(ConfigError, match="no backend can be used: aoti: no compiler; rt: no GPU"):
         recipe("auto")
-    install(Fake("aoti"), Fake("a"))
-    for words in (("a+aoti",), ("aoti",)):
-        with pytest.raises(ConfigError, match="--keep-all: is for --backend auto"):
-            recipe(*words, keep_all=True)
 
 
 def test_engines_of_backends_with_one_suffix_have_files_of_their_own(install: Callable[..., None]) -> None:
     install(Fake("aoti"), Fake("a"), Fake("c", suffix=".c"))
-    task = GraphTask(
-        recipe=recipe("aoti+a+c"), stage="cfm", graph="g", folder=Path("f"), weights=(), backend="a"
-    )
-    names = [build._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
+    task = GraphTask(recipe=recipe("auto"), stage="cfm", graph="g", folder=Path("f"), weights=(), backend="a")
+    names = [compile_engine._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
     assert names == [".aoti.bin", ".a.bin", ".c"]
 
 
@@ -216,21 +192,21 @@ def early(words: Sequence[str]) -> dict[str, dict[str, str]]:
 
     found = recipe(*words)
     stage: Any = find("cfm")
-    config = stage.config(build.open_source(found))
-    options = build.stage_options(found)
+    config = stage.config(open_source(found))
+    options = stage_options(found)
     plans = [
         each
-        for each in stage.graphs(config, build.first_shard(stage, found), options)
+        for each in stage.graphs(config, first_shard(stage, found), options)
         if each.spec.name == "aggregate"
     ]
-    return build.early_refusals(found, stage, config, plans)
+    return early_refusals(found, stage, config, plans)
 
 
 def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..., None]) -> None:
     install(Fake("aoti"), Picky("picky"), Fake("rt", "no GPU"))
     assert early(["aoti"]) == {"cfm.aggregate": {}}
     with pytest.raises(CompileError, match="too large") as refused:
-        early(["aoti+picky"])
+        early(["picky"])
     assert (refused.value.where, refused.value.fix) == ("cfm.aggregate", "take another")
     assert early(["auto"]) == {"cfm.aggregate": {"rt": "no GPU", "picky": "too large"}}
     install(Picky("aoti"), Picky("picky"))
@@ -253,7 +229,6 @@ class Trial:
         self.running = 0
         self.steps: list[tuple[str, str, float | None]] = []
         found = replace(found, jobs=jobs, output=folder / "out")
-        files = {"cfm": weights_files(schedule_stage(), found, ())}
         for name in ("weights", "engines"):
             (folder / name).mkdir()
         self.folder = folder
@@ -264,7 +239,7 @@ class Trial:
             "time_graph": self.time,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
-        self.recipe, self.files = found, files
+        self.recipe = found
 
     def run(
         self,
@@ -272,16 +247,12 @@ class Trial:
         refused: Mapping[str, Mapping[str, str]] | None = None,
     ) -> dict[str, GraphRecord]:
         planned = schedule.Schedule(
-            self.recipe,
+            plan_of(self.recipe, {"cfm.g": sizes, "cfm.h": sizes}, refused=refused),
             self.folder,
             None,  # type: ignore[arg-type]  # no engine is run
-            {"cfm": {"g": list(sizes), "h": list(sizes)}},
-            self.files,
             lambda *step: self.steps.append(step),
             {},
-            {},
             lambda *_: ("CPU", []),
-            refused or {},
         )
         planned.run()
         return {each.record.spec.name: each.record for each in planned.results}
@@ -315,22 +286,19 @@ class Trial:
             peak_rss_bytes=1,
         )
 
-    def time(self, task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
-        self.events.append(("time", task.name, *given.backends))
-        for backend in given.backends:
+    def time(
+        self, task: GraphTask, given: Sequence[GraphRecord], timer: Any
+    ) -> tuple[str, tuple[EngineTiming, ...]]:
+        backends = [record.engines[0].backend for record in given]
+        self.events.append(("time", task.name, *backends))
+        for backend in backends:
             if (error := self.untimed.get((task.name, backend))) is not None:
                 raise error
-        batches = sorted({each.dims["B"] for each in given.engines if each.dims is not None}) or [1, 2]
-        return "CPU", tuple(timing(name, b, self.us[name]) for name in given.backends for b in batches)
+        batches = sorted({each.dims["B"] for each in given[0].engines if each.dims is not None}) or [1, 2]
+        return "CPU", tuple(timing(name, b, self.us[name]) for name in backends for b in batches)
 
     def left(self) -> set[str]:
         return {path.name.removeprefix("cfm.") for path in (self.folder / "engines").iterdir()}
-
-
-def schedule_stage() -> Any:
-    from mingc.export.stages import find
-
-    return find("cfm")
 
 
 def test_the_faster_engine_stays_and_the_file_of_the_other_goes(
@@ -357,7 +325,9 @@ def test_one_graph_is_timed_at_a_time_however_many_jobs_there_are(
     trial.us = {"aoti": 9.0, "b": 3.0}
     other_began, most = threading.Event(), []
 
-    def time_alone(task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
+    def time_alone(
+        task: GraphTask, given: Sequence[GraphRecord], timer: Any
+    ) -> tuple[str, tuple[EngineTiming, ...]]:
         trial.running += 1
         most.append(trial.running)
         if trial.running > 1:
@@ -369,28 +339,6 @@ def test_one_graph_is_timed_at_a_time_however_many_jobs_there_are(
     monkeypatch.setattr(schedule, "time_graph", time_alone)
     trial.run()
     assert most == [1, 1]
-
-
-def test_all_engines_are_kept_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
-) -> None:
-    install(Fake("aoti"), Fake("b"))
-    trial = Trial(tmp_path, monkeypatch, recipe("auto", keep_all=True))
-    trial.us = {"aoti": 9.0, "b": 3.0}
-    assert trial.run()["g"].backends == ("b", "aoti")
-    assert trial.left() == {"g.aoti", "g.b", "h.aoti", "h.b"}
-
-
-def test_backends_asked_for_by_name_are_all_kept_in_their_order_and_not_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
-) -> None:
-    install(Fake("aoti"), Fake("b"))
-    trial = Trial(tmp_path, monkeypatch, recipe("b+aoti"), jobs=2)
-    found = trial.run([{"B": 2}, {"B": 1}])["g"]
-    assert [(each.dims, each.backend) for each in found.engines] == [
-        ({"B": 1}, "b"), ({"B": 1}, "aoti"), ({"B": 2}, "b"), ({"B": 2}, "aoti"),
-    ]  # fmt: skip
-    assert found.trial is None and not [each for each in trial.events if each[0] == "time"]
 
 
 def test_a_backend_that_cannot_compile_gives_way_with_its_reason(
@@ -407,7 +355,7 @@ def test_a_backend_that_cannot_compile_gives_way_with_its_reason(
     assert ("time", "cfm.g") not in [each[:2] for each in trial.events]
     assert found["h"].trial is not None and not found["h"].trial.refused
     results = [GraphResult(stage="cfm", record=each, peak_rss_bytes=0) for each in found.values()]
-    assert pipeline._refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
+    assert export_run.refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
     assert trial.left() == {"g-B1.aoti", "g-B2.aoti", "h-B1.b", "h-B2.b"}, (
         "nothing that a failed compiler wrote"
     )
@@ -458,7 +406,7 @@ def test_the_export_fails_when_no_backend_is_left_or_the_one_asked_for_fails(
     ) as failed:
         trial.run()
     assert failed.value.where == "cfm.g"
-    trial.recipe = replace(trial.recipe, backend=("aoti+b",))
+    trial.recipe = replace(trial.recipe, backend=("b",))
     trial.fails.pop(("cfm.g", "aoti"))
     with pytest.raises(CompileError, match=r"^b cannot"):
         trial.run()
@@ -482,19 +430,17 @@ def test_an_inaccurate_backend_is_left_out_before_it_is_timed(
     assert len(checks) == 4, "one check of each graph begins and ends"
 
 
-def test_parity_of_each_backend_is_recorded_and_the_golden_written_by_the_first_that_is_accurate(
+def test_the_golden_is_written_by_the_first_backend_that_is_accurate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
 ) -> None:
     install(Fake("aoti"), Fake("b"), Fake("c"))
-    trial = Trial(tmp_path, monkeypatch, recipe("auto", keep_all=True), jobs=2)
+    trial = Trial(tmp_path, monkeypatch, recipe("auto"), jobs=2)
     trial.us, trial.inaccurate = {"aoti": 9.0, "b": 3.0, "c": 5.0}, {"aoti"}
     found = trial.run([{"B": 2}, {"B": 1}])["g"]
     assert [each for each in trial.goldens if each[0] == "cfm.g"] == [("cfm.g", "aoti"), ("cfm.g", "b")]
     assert [each[2] for each in trial.events if each[:2] == ("check", "cfm.g")] == ["aoti", "b", "c"]
-    assert {name: each.compiled for name, each in found.backend_parity.items()} == {"b": 3e-6, "c": 5e-6}
-    assert [(each.backend, each.dims) for each in found.engines] == [
-        ("b", {"B": 1}), ("c", {"B": 1}), ("b", {"B": 2}), ("c", {"B": 2}),
-    ]  # fmt: skip
+    assert found.parity.compiled == 3e-6, "that of the engines that are kept"
+    assert [(each.backend, each.dims) for each in found.engines] == [("b", {"B": 1}), ("b", {"B": 2})]
     assert found.golden == "goldens/cfm.g"
 
 
@@ -506,7 +452,7 @@ def test_the_export_fails_when_no_backend_is_accurate_or_the_one_asked_for_is_no
     trial.inaccurate = {"aoti", "b"}
     with pytest.raises(CompileError, match="no backend takes the graph: aoti: too far; b: too far"):
         trial.run()
-    trial.recipe = replace(trial.recipe, backend=("aoti+b",))
+    trial.recipe = replace(trial.recipe, backend=("b",))
     trial.inaccurate = {"b"}
     with pytest.raises(ParityError, match=r"^too far"):
         trial.run()
@@ -540,8 +486,10 @@ def test_engines_that_fail_only_together_are_timed_alone(
     trial = Trial(tmp_path, monkeypatch, recipe("auto"))
     trial.us = {"aoti": 9.0, "b": 3.0}
 
-    def time_one(task: GraphTask, given: GraphRecord, timer: Any) -> tuple[str, tuple[EngineTiming, ...]]:
-        if len(given.backends) > 1:
+    def time_one(
+        task: GraphTask, given: Sequence[GraphRecord], timer: Any
+    ) -> tuple[str, tuple[EngineTiming, ...]]:
+        if len(given) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.40 GiB")
         return trial.time(task, given, timer)
 
@@ -612,13 +560,7 @@ def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = SimpleNamespace(spec=SPEC, check_dims={"B": 1, "T": 7}, example=lambda *_: {})
-    for name, value in {
-        "find": lambda _: SimpleNamespace(name="cfm", config=lambda _: None),
-        "open_source": lambda _: None,
-        "first_shard": lambda *_: None,
-        "_find_plan": lambda *_: plan,
-    }.items():
-        monkeypatch.setattr(build, name, value)
+    monkeypatch.setattr(timing_task, "find_graph", lambda _: (None, None, plan))
     task = GraphTask(recipe=recipe("aoti"), stage="cfm", graph="g", folder=tmp_path, weights=("w",))
     fault: Exception = RuntimeError("illegal instruction")
 
@@ -627,22 +569,19 @@ def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
 
     says = "the engine of aoti or b does not run: RuntimeError: illegal instruction"
     with pytest.raises(CompileError, match=says) as failed:
-        build.time_graph(task, record(engine("aoti"), engine("b")), fail)
+        time_graph(task, [record(engine("aoti")), record(engine("b"))], fail)
     assert failed.value.where == "cfm.g"
     fault = WorkerError("not enough memory to capture it")
     with pytest.raises(CompileError, match=f"does not run: {fault.message}"):
-        build.time_graph(task, record(engine("aoti")), fail)
+        time_graph(task, [record(engine("aoti"))], fail)
     for fault in (torch.OutOfMemoryError("full"), ArtifactError("not an engine"), OSError("no space")):
         with pytest.raises(type(fault), match=str(fault)):
-            build.time_graph(task, record(engine("aoti")), fail)
+            time_graph(task, [record(engine("aoti"))], fail)
 
 
 def test_an_export_without_a_timer_refuses_auto(install: Callable[..., None]) -> None:
     install(Fake("aoti"))
-    stage: Any = SimpleNamespace(name="cfm")
-    graph: Any = SimpleNamespace(speech_path=lambda: None)
+    plan = plan_of(recipe("auto"), {"cfm.sample": [None]})
     nothing: Any = None
-    with pytest.raises(ConfigError, match="nothing times engines"):
-        pipeline._Run(
-            recipe("auto"), nothing, [stage], graph, {}, Path(), nothing, pipeline._Steps(lambda _: None)
-        )
+    with pytest.raises(ConfigError, match="needs a timer, and none was passed"):
+        export_run.run(plan, nothing, nothing)

@@ -75,12 +75,6 @@ def test_a_value_derived_from_a_config_follows_its_rule() -> None:
         "audio_encoder.max_frames": 2
         * config_value("config.json: audio_config.whisper_encoder_config.n_ctx"),
         "thinker.stop_token_ids": [decoder["eos_token_id"], decoder["pad_token_id"]],
-        "thinker.router": {
-            "norm_eps": decoder["rms_norm_eps"],
-            "num_groups": decoder["n_group"],
-            "num_kept_groups": decoder["topk_group"],
-            "top_k": decoder["num_experts_per_tok"],
-        },
     }
 
 

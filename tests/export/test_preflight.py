@@ -11,11 +11,11 @@ from preprocess_data import CHECKPOINT
 from safetensors import safe_open
 
 from mingc.errors import ConfigError
+from mingc.export import preflight
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.checks import preflight
-from mingc.export.checks.preflight import check_space, resolve_targets
-from mingc.export.pipeline import export_artifact
+from mingc.export.preflight import check_space, resolve_target
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import export_artifact
 from mingc.export.stages import find
 
 MIB = 1 << 20
@@ -102,16 +102,16 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_target_may_name_the_gpu_of_this_machine(h200: pytest.MonkeyPatch) -> None:
-    assert resolve_targets(["cuda:sm90", "rtx:sm89", "cpu"]) == ("cuda", "rtx:sm89", "cpu")
+    assert list(map(resolve_target, ["cuda:sm90", "rtx:sm89", "cpu"])) == ["cuda", "rtx:sm89", "cpu"]
     card = SimpleNamespace(name="NVIDIA GB10", capability=(12, 1))
     h200.setattr(preflight, "gpu", lambda: card)
-    assert resolve_targets(["cuda:sm121"]) == ("cuda",)
+    assert resolve_target("cuda:sm121") == "cuda"
 
 
 @pytest.mark.parametrize("name", ["sm89", "sm100", "sm80"])
 def test_a_target_that_names_another_gpu_is_refused(name: str, h200: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"the GPU here is sm90 \(NVIDIA H200\)") as refused:
-        resolve_targets(["cpu", f"cuda:{name}"])
+        resolve_target(f"cuda:{name}")
     assert refused.value.where == f"--target cuda:{name}"
     assert f"export on a machine with {name}, or pass --target cuda" in (refused.value.fix or "")
 
@@ -121,4 +121,4 @@ def test_a_target_that_names_another_gpu_is_refused(name: str, h200: pytest.Monk
 )
 def test_a_target_that_names_no_gpu_is_refused(target: str, h200: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not the name of one GPU, such as sm90"):
-        resolve_targets([target])
+        resolve_target(target)

@@ -31,12 +31,10 @@ def make_recipe(**options: Any) -> ExportRecipe:
         ({"quantize": ("talker=int4",)}, "--quantize talker=int4: not one of fp8"),
         ({"quantize": ("vision_encoder=fp8",)}, "--quantize vision_encoder=fp8: not one of fp8"),
         (
-            {"target": "rtx:sm86", "other_targets": ("rtx:sm89",), "backend": ("aoti",)},
+            {"target": "rtx:sm86", "backend": ("aoti",)},
             "--backend aoti: aoti cannot build engines for RTX cards",
         ),
-        ({"backend": ("auto+aoti",)}, r"--backend auto\+aoti: auto tries every backend, so it stands alone"),
-        ({"backend": ("aoti+auto",)}, r"--backend aoti\+auto: auto tries every backend, so it stands alone"),
-        ({"backend": ("aoti+aoti",)}, r"--backend aoti\+aoti: names a backend twice"),
+        ({"backend": ("aoti+onnx",)}, r"--backend aoti\+onnx: not one of auto, aoti"),
         ({"world_size": 3}, "--tp 3"),
         ({"batch_sizes": (4, 1)}, "--batch-sizes 4,1: must be ascending"),
         ({"batch_sizes": (1, 4, 4)}, "--batch-sizes 1,4,4: must be ascending"),
@@ -176,37 +174,3 @@ def test_a_choice_must_concern_a_stage_that_is_built(
 def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the library for RTX cards were installed."""
     monkeypatch.setattr(type(find_backend("tensorrt")), "unsupported_reason", lambda *words: None)
-
-
-def test_each_target_has_a_recipe_of_its_own(tensorrt: None) -> None:
-    """RTX cards beside another target have TensorRT, whatever the backend of that is."""
-    recipe = make_recipe(
-        target="cpu", other_targets=("rtx:sm86,sm89",), backend=("auto",), keep_all=True, jobs=3
-    )
-    own: dict[str, Any] = {"jobs": 3}
-    first, second = recipe.each_target()
-    assert first == make_recipe(target="cpu", backend=("auto",), keep_all=True, **own)
-    assert second == make_recipe(target="rtx:sm86,sm89", backend=("tensorrt",), **own)
-    assert (recipe.device, first.device, second.device) == ("cpu", "cpu", "cpu")
-    assert make_recipe(target="cuda").device == "cuda"
-    cards = make_recipe(target="rtx:sm86", other_targets=("rtx:sm89",), backend=("tensorrt",), jobs=3)
-    assert cards.each_target() == tuple(
-        make_recipe(target=target, backend=("tensorrt",), **own) for target in ("rtx:sm86", "rtx:sm89")
-    )
-    alone = make_recipe(target="rtx:sm89", backend=("tensorrt",))
-    assert alone.each_target() == (alone,)
-
-
-def test_all_problems_of_several_targets_come_in_one_error(tensorrt: None) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_recipe(target="cuda", other_targets=("rtx:sm86,sm89", "rtx:sm89"), synthetic=True)
-    assert caught.value.message.splitlines() == [
-        "--target cuda rtx:sm86,sm89 rtx:sm89: names a device twice",
-        "--synthetic: samples weights on one device; pass one --target",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        make_recipe(target="cpu", other_targets=("tpu",), jobs=0, dtype="float16")
-    assert caught.value.message.splitlines() == [
-        "--dtype float16: not one of float32, bfloat16",
-        "--jobs 0: must be at least 1",
-    ]

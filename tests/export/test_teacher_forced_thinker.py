@@ -15,6 +15,10 @@ from safetensors.torch import load_file
 from thinker_session import EagerEngine, EagerStage, eager_stage, golden_prompt
 from torch import Tensor
 
+from conformance.engines import Engines
+from conformance.reference_log import ReferenceLog
+from conformance.thinker.prompt_replay import replay_prompts
+from conformance.thinker.reference_routing import ReferenceRoutedThinker, RoutingResult
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.export.checkpoint import Checkpoint
@@ -24,10 +28,6 @@ from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import load_module, write_weights
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.verify.comparison import Comparison
-from mingc.verify.comparison_log import ComparisonLog
-from mingc.verify.engines import Engines
-from mingc.verify.replays.thinker.reference_routing import ReferenceRoutedThinker, RoutingResult
-from mingc.verify.replays.thinker.replay import replay
 
 DATA = Path(__file__).parents[1] / "data"
 OPTIONS = StageOptions(dtype=torch.bfloat16, max_model_len=128, prefill_chunk_size=64)
@@ -57,7 +57,7 @@ def ranks(
 class CaseRun:
     """Result of the reference-routed runs of one case."""
 
-    def __init__(self, log: ComparisonLog, case: RoutingResult) -> None:
+    def __init__(self, log: ReferenceLog, case: RoutingResult) -> None:
         self.comparisons = log.comparisons
         self.case = case
 
@@ -84,7 +84,7 @@ def run_case(
     parts: Sequence[EagerStage], config: ThinkerConfig, golden: dict[str, Tensor], case: str
 ) -> CaseRun:
     references = {name: value.numpy() for name, value in golden.items()}
-    log = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    log = ReferenceLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
     thinker = ReferenceRoutedThinker(
         parts[0],
         [(part, torch.device("cpu")) for part in parts[1:]],
@@ -281,16 +281,16 @@ def replayed(
     golden: dict[str, Tensor],
     case: str,
     quantization_error: QuantizationError | None = None,
-) -> ComparisonLog:
-    """The comparisons of `mingc verify --reference` for one case."""
+) -> ReferenceLog:
+    """The comparisons of `python -m conformance` for one case."""
     references = {name: value.numpy() for name, value in golden.items() if name.startswith(f"{case}.")}
-    log = ComparisonLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
+    log = ReferenceLog("thinker.safetensors", references, tolerance=0.1, is_exact=False)
     with torch.inference_mode():
-        replay(EagerEngines(stage, STAGE.parameters(config, OPTIONS), quantization_error), log)
+        replay_prompts(EagerEngines(stage, STAGE.parameters(config, OPTIONS), quantization_error), log, {})
     return log
 
 
-def failed_names(log: ComparisonLog) -> list[str]:
+def failed_names(log: ReferenceLog) -> list[str]:
     return [each.name for each in log.comparisons if each.outcome == "FAIL"]
 
 

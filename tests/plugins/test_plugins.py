@@ -210,8 +210,8 @@ def test_a_stage_that_cannot_be_used_is_refused(
 def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     toy_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mingc.export.pipeline import export_artifact
     from mingc.export.recipe import ExportRecipe
+    from mingc.export.run import export_artifact
 
     stage = importlib.import_module("toy_filter")
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out", stages=("toy_filter",))
@@ -230,7 +230,8 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
 def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     tmp_path: Path, toy_installed: None
 ) -> None:
-    from mingc.media.audio import AudioFeatures
+    from mingc.media.decoding import InProcessDecoder
+    from mingc.prompts.features import AudioFeatures
     from mingc.runtime.service.builder import open_service
 
     root = tmp_path / "chat"
@@ -238,7 +239,7 @@ def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     mingc("export", CHECKPOINT, *words, *THINKER, "--jobs", 2)
     graph = open_artifact(root).manifest.graph
     assert {*graph.edges} == {Edge("thinker", CLIENT, "text"), Edge("toy_encoder", "thinker", "audio")}
-    service = open_service(root)
+    service = open_service(root, media=InProcessDecoder())
     try:
         assert service.info.has_audio_input and not service.info.has_image and not service.info.has_speech
         assert service._chat is not None and service._chat.audio is not None

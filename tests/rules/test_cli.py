@@ -1,4 +1,7 @@
-"""The command line: every option is pinned, exit codes, where errors go, and that help needs no torch."""
+"""The command line: help that fits a terminal and needs no torch, exit codes, where errors go.
+
+docs/cli.md, which is generated from the declarations, pins every option and default.
+"""
 
 from __future__ import annotations
 
@@ -14,78 +17,8 @@ import click
 import pytest
 
 import mingc
-from mingc.cli import commands, main
-
-OPTIONS = {
-    "bundle diff": "--debug --json FIRST SECOND",
-    "bundle inspect": "--debug --json ARTIFACT",
-    "bundle keygen": "--debug --json KEY",
-    "bundle pack": "--debug --force --json --model-licence --with-tensorrt --with-wheels ARTIFACT OUTPUT",
-    "bundle prune": "--cache --debug --dry-run --json FOLDER",
-    "bundle sign": "--comment --debug --json --secret-key BUNDLE",
-    "bundle unpack": "--debug --force --json --share BUNDLE OUTPUT",
-    "bundle verify-signature": "--debug --json --public-key BUNDLE",
-    "doctor": "--debug --json --strict ARTIFACTS",
-    "export": "--autotune --backend --batch-sizes --cache --cache-limit --debug --dtype --force --jobs --json "
-    "--keep-all --max-model-len --model-name --no-cache --output --prefill-chunk-size --quantize --stages "
-    "--synthetic --target --tp CHECKPOINT",
-    "probe": "--baseline --batch --beside --cache --cold-start --compare --context --debug --engine --engines --html "
-    "--jobs --json --repetitions --synthetic --target --tolerance --transfers ARTIFACT",
-    "serve": "--allow-media-host --api-key-file --body-idle-timeout --body-timeout --check-hashes --cors-origin "
-    "--debug --drain-seconds --encoder-cache --engines --expert-usage-interval --header-timeout --host --json "
-    "--log-format --log-level --max-body-bytes --max-concurrent-requests --max-connections --max-media-bytes "
-    "--max-media-memory --max-queue --max-speech-characters --max-speech-seqs --max-total-body-bytes "
-    "--max-total-tokens --media-decode-timeout --media-root --media-timeout --open-metrics --parse-special-tokens "
-    "--port --prefix-cache --require-signature --self-check --served-model-name --shutdown-timeout --speech-lead "
-    "--step-timeout --talker-device --target --threads --tp --write-timeout ARTIFACT",
-    "synth": "--config --debug --json --layers --seed OUTPUT",
-    "verify": "--against --debug --engines --json --no-replay --reference --target ARTIFACT",
-}
-
-
-# What an option is when it is not given; those that are not named here are off, empty or chosen later.
-DEFAULTS: dict[str, dict[str, object]] = {
-    "export": {
-        **{
-            "--target": ("cpu",),
-            "--dtype": "float32",
-            "--tp": 1,
-            "--jobs": 1,
-            "--autotune": True,
-            "--cache-limit": 20.0,
-        },
-        **{"--max-model-len": 4096, "--prefill-chunk-size": 256, "--batch-sizes": "1,2,4,8"},
-        **{"--backend": ("aoti",), "--model-name": "ming-omni"},
-    },
-    "probe": {"--context": 256, "--tolerance": 0.1, "--cold-start": True, "--transfers": True},
-    "serve": {
-        **{"--host": "127.0.0.1", "--port": 8000, "--max-concurrent-requests": 256, "--max-queue": 128},
-        **{"--max-body-bytes": 128 << 20, "--max-total-body-bytes": 512 << 20, "--max-media-bytes": 96 << 20},
-        **{
-            "--encoder-cache": 512 << 20,
-            "--max-media-memory": 384 << 20,
-            "--media-decode-timeout": 60.0,
-            "--max-speech-characters": 32768,
-        },
-        **{
-            "--header-timeout": 10.0,
-            "--body-timeout": 60.0,
-            "--body-idle-timeout": 15.0,
-            "--write-timeout": 60.0,
-        },
-        **{
-            "--media-timeout": 30.0,
-            "--speech-lead": 3,
-            "--step-timeout": 60.0,
-            "--expert-usage-interval": 0.0,
-            "--drain-seconds": 2.0,
-            "--shutdown-timeout": 5.0,
-        },
-        **{"--log-level": "info", "--log-format": "text", "--check-hashes": True, "--prefix-cache": True},
-    },
-    "synth": {"--config": "tiny", "--seed": 0},
-    "bundle unpack": {"--share": True},
-}
+from mingc.cli import COMMANDS, commands, main
+from mingc.commands.removed import REMOVED
 
 
 @pytest.fixture(autouse=True)
@@ -111,62 +44,118 @@ def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str
     )
 
 
-def leaves(group: click.Group, prefix: str = "") -> dict[str, click.Command]:
-    found: dict[str, click.Command] = {}
-    for name, command in group.commands.items():
+def leaves() -> dict[str, click.Command]:
+    """Every command by its words."""
+    context, found = click.Context(commands), dict[str, click.Command]()
+    for name in commands.list_commands(context):
+        command = commands.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
-            found.update(leaves(command, f"{prefix}{name} "))
+            found.update({f"{name} {word}": each for word, each in command.commands.items()})
         else:
-            found[f"{prefix}{name}"] = command
+            found[name] = command
     return found
 
 
-def test_every_option_is_pinned() -> None:
-    """A new option is a decision: add it here, to the README where it matters, and to the CHANGELOG."""
-    seen = {}
-    for name, command in leaves(commands).items():
-        words = [p.opts[0] if isinstance(p, click.Option) else p.human_readable_name for p in command.params]
-        seen[name] = " ".join(sorted(words))
-    assert seen == OPTIONS
+LEAVES = leaves()
 
 
-def test_every_default_is_pinned() -> None:
-    for name, command in leaves(commands).items():
-        with click.Context(command) as context:
-            given = {
-                option.opts[0]: option.get_default(context)
-                for option in command.params
-                if isinstance(option, click.Option)
-            }
-        chosen = {
-            option: value
-            for option, value in given.items()
-            if isinstance(value, (str, int, float, tuple, Path)) and value is not False and value != ()
-        }
-        assert chosen == DEFAULTS.get(name, {}), name
+def help_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `mingc WORDS --help` prints."""
+    with pytest.raises(SystemExit) as exited:
+        main([*words.split(), "--help"])
+    assert exited.value.code == 0
+    return capsys.readouterr().out
 
 
-def test_every_option_has_help_and_is_spelled_in_full() -> None:
-    for name, command in leaves(commands).items():
-        assert command.help, name
-        for parameter in command.params:
-            if isinstance(parameter, click.Option):
-                assert parameter.help, f"{name} {parameter.opts}"
-                assert parameter.help.endswith("."), f"{name} {parameter.opts}"
-                assert all(word.startswith("--") for word in parameter.opts), f"{name} {parameter.opts}"
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_option_has_help_and_is_spelled_in_full(name: str) -> None:
+    for parameter in LEAVES[name].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help and parameter.help.endswith("."), f"{name} {parameter.opts}"
+            assert all(word.startswith("--") for word in parameter.opts), f"{name} {parameter.opts}"
+
+
+@pytest.mark.parametrize("name", ["", "bundle", *LEAVES])
+def test_help_fits_80_columns_and_ends_lines_between_words(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(name, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    command = LEAVES.get(name)
+    options = [each for each in command.params if isinstance(each, click.Option)] if command else []
+    monkeypatch.setenv("COLUMNS", "10000")
+    shown = {word for line in text.splitlines() for word in line.split()}
+    for option in options:
+        assert option.help is not None
+        assert {*option.opts, *option.secondary_opts, *option.help.split()} <= shown, option.opts
+
+
+@pytest.mark.parametrize("group", ["", "bundle"])
+def test_the_summary_of_every_command_is_its_whole_first_line(
+    group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(group, capsys)
+    for name, command in LEAVES.items():
+        if name.rpartition(" ")[0] == group:
+            assert command.help is not None
+            first = command.help.partition("\n")[0]
+            assert f"{name.rpartition(' ')[2]} " in text and f" {first}\n" in text, name
 
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
+    (tmp_path / "numpy.py").write_text("raise ImportError('numpy was imported')")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mingc.cli import main; main(sys.argv[1:])"
     )
-    for words in (["--help"], ["export", "--help"], ["serve", "--help"], ["bundle", "inspect", "--help"]):
+    for words in (["--help"], *([name, "--help"] for name in COMMANDS), ["bundle", "inspect", "--help"]):
         result = subprocess.run(
             [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("Usage: mingc")
+
+
+@pytest.mark.parametrize(("command", "option", "fix"), REMOVED)
+def test_what_was_removed_is_refused_with_what_to_do_instead(
+    command: str, option: str | None, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([option], [option, "x"], [f"{option}=x"]) if option else ([], ["--x"]):
+        with pytest.raises(SystemExit) as exited:
+            main([*command.split(), *words, "y"])
+        out, err = capsys.readouterr()
+        assert (exited.value.code, out) == (2, "")
+        assert err.splitlines() == [
+            f"mingc: error: {option or command} was removed",
+            f"  where: mingc {command}",
+            f"  fix: {fix}",
+        ]
+    if option is not None:
+        assert option not in {word for each in LEAVES[command].params for word in each.opts}
+    else:
+        assert command not in LEAVES
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--target", "cpu", "--target", "rtx:sm89"], "--target is given several times"),
+        (["--target=cpu", "--target=cuda"], "--target is given several times"),
+        (["--backend", "aoti+onnx"], "--backend aoti+onnx: names several backends"),
+        (["--backend", "aoti", "--backend=onnx+aoti:cfm"], "--backend onnx+aoti:cfm: names several backends"),
+    ],
+)
+def test_an_artifact_of_several_targets_or_backends_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["export", "x", "--output", "y", *words])
+    err = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert says in err and "fix: export one artifact for each backend and target" in err
 
 
 @pytest.mark.parametrize(
@@ -175,7 +164,8 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         (["nosuch"], "No such command"),
         (["export"], "Missing argument"),
         (["export", "x"], "--output"),
-        (["export", "x", "--output", "y", "--tp", "3"], "--tp 3"),
+        (["export", "x", "--output", "y", "--tp", "3"], "--tp 3: must be one of 1, 2, 4, 8"),
+        (["export", "x", "--output", "y", "--tp", "two"], "--tp two: not a whole number"),
         (["export", "x", "--output", "y", "--target", "tpu"], "tpu"),
         (["export", "x", "--output", "y", "--batch-sizes", "2,1"], "--batch-sizes 2,1: must be ascending"),
         (["export", "x", "--output", "y", "--batch-sizes", "0,1"], "--batch-sizes 0,1: must be ascending"),
@@ -183,34 +173,48 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
             ["export", "x", "--output", "y", "--batch-sizes", "1,4,4"],
             "--batch-sizes 1,4,4: must be ascending",
         ),
-        (["export", "x", "--output", "y", "--batch-sizes", "1,two"], "--batch-sizes 1,two: not a list"),
-        (["export", "x", "--output", "y", "--batch-sizes", ""], "--batch-sizes is empty"),
+        (["export", "x", "--output", "y", "--batch-sizes", "1,two"], "--batch-sizes 1,two: not a whole"),
+        (["export", "x", "--output", "y", "--batch-sizes", ""], "--batch-sizes: is empty"),
         (["export", "x", "--output", "y", "--batch-sizes", "1,,2"], "--batch-sizes 1,,2: an item"),
         (["export", "x", "--output", "y", "--stages", "talker,"], "--stages talker,: an item"),
+        (["export", "x", "--output", ""], "--output: the path is empty"),
+        (["export", "x", "--output", "y", "--cache-limit", "20MW"], "MW is not one of the units TB, GB, MB"),
         (["probe", "x", "--batch", ",8"], "--batch ,8: an item"),
         (["probe", "x", "--engine", "talker, ,cfm"], "--engine talker, ,cfm: an item"),
-        (["serve", "x", "--port", "99999"], "99999"),
+        (["serve", "x", "--port", "99999"], "--port 99999: must be from 0 to 65535"),
+        (["serve", "x", "--port", "http"], "--port http: not a whole number"),
+        (
+            ["serve", "x", "--max-body-bytes", "0.3B"],
+            "--max-body-bytes 0.3B: not a whole number, nor one with",
+        ),
+        (
+            ["serve", "x", "--body-timeout", "soon"],
+            "--body-timeout soon: not a number, nor one with a unit: h,",
+        ),
         (["probe"], "nothing to probe"),
-        (["verify", "x", "--reference", "a", "--against", "b"], "--reference and --against mean the same"),
-        (["probe", "x", "--batch", "1,two"], "--batch 1,two: not a list"),
-        (["probe", "x", "--engine", ","], "--engine is empty"),
+        (["probe", "x", "--batch", "1,two"], "--batch 1,two: not a whole number"),
+        (["probe", "x", "--engine", ","], "--engine ,: is empty"),
         (["probe", "x", "--engine", "cfm", "--compare", "patch-embed"], "--compare patch-embed: --engine"),
-        (["probe", "x", "--tolerance", "-1"], "--tolerance -1"),
+        (["probe", "x", "--compare", "other"], "--compare other: must be one of patch-embed"),
+        (["probe", "x", "--tolerance", "-1"], "--tolerance -1: must be at least 0"),
         (["probe", "x", "--tolerance", "nan"], "--tolerance nan"),
         (["probe", "x", "--baseline", "nowhere.json"], "nowhere.json"),
-        (["serve", "x", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
-        (["serve", "x", "--max-total-body-bytes", "1000"], "--max-total-body-bytes 1000 is below"),
-        (["serve", "x", "--cors-origin", "example.org"], "--cors-origin 'example.org' is not"),
+        (["serve", "x", "--shutdown-timeout", "nan"], "--shutdown-timeout nan: must be at least 0s"),
+        (
+            ["serve", "x", "--max-total-body-bytes", "1000"],
+            "--max-total-body-bytes 1kB: is below --max-body-bytes 128MiB",
+        ),
+        (["serve", "x", "--cors-origin", "example.org"], "--cors-origin example.org: is not"),
         (["serve", "x", "--api-key-file", "nowhere.txt", "--port", "0"], "no API keys in nowhere.txt"),
-        (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs is 0"),
-        (["serve", "x", "--media-root", ""], "'--media-root': the path is empty"),
+        (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs 0: must be at least 1"),
+        (["serve", "x", "--media-root", ""], "--media-root: the path is empty"),
         (["export", "x", "--output", "y", "--no-cache", "--cache", "z"], "--cache and --no-cache contradict"),
         (["synth", "x", "--config", "nowhere"], "nowhere holds no config.json"),
         (["synth", ".", "--config", "tiny"], ". exists"),
         (["synth", "x", "--layers", "0"], "--layers 0: must be at least 1"),
         (["export", "", "--output", "y"], "'CHECKPOINT': the path is empty"),
         (["serve", "x", "--host", "a" * 300, "--port", "0"], "not a host name"),
-        (["serve", "x", "--served-model-name", " "], "--served-model-name is empty"),
+        (["serve", "x", "--served-model-name", " "], "--served-model-name: is empty"),
         (["probe", "--synthetic", "x", "--baseline", "nowhere.json"], "nowhere.json is not a baseline"),
         (["probe", "x", "--jobs", "0"], "--jobs and --cache are for an export"),
         (["probe", "x", "--cache", "y"], "--jobs and --cache are for an export"),
@@ -228,6 +232,24 @@ def test_asking_wrongly_exits_with_2(words: list[str], says: str, capsys: pytest
     assert says in stderr
     assert "fix:" in stderr
     assert "Traceback" not in stderr
+
+
+def test_all_wrong_values_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, problems in (
+        (
+            ["--port", "x", "--threads", "y"],
+            ["--port x: not a whole number", "--threads y: not a whole number"],
+        ),
+        (["--port", "-1", "--drain-seconds", "-1s"], ["--drain-seconds -1s: not a number, nor one"]),
+        (
+            ["--port", "-1", "--body-timeout", "0"],
+            ["--port -1: must be", "--body-timeout 0s: must be above 0s"],
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", "x", *words])
+        error = capsys.readouterr().err.removeprefix("mingc: error: ").splitlines()
+        assert all(line.strip().startswith(each) for line, each in zip(error, problems, strict=False)), error
 
 
 def test_a_process_that_is_asked_wrongly_exits_with_2() -> None:
@@ -286,7 +308,7 @@ def test_doctor_reports_the_documented_fields() -> None:
     result = run("doctor", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
-    assert set(document) == {"artifact_targets", "can_export", "can_serve", "checks", "targets", "verdicts"}
+    assert set(document) == {"can_export", "can_serve", "checks", "targets", "verdicts"}
     assert set(document["checks"][0]) == {"name", "state", "detail", "needed_for", "fix"}
     assert {check["name"] for check in document["checks"]} >= {
         "python",

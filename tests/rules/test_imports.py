@@ -12,13 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mingc"
+CONFORMANCE = ROOT / "conformance"
 COMPILERS = ("torch._dynamo", "torch._inductor", "transformers", "onnx", "torch_tensorrt")
 
 # Every sub-package and what of mingc it may import besides itself; the longest matching prefix of a module counts.
 # Modules without an entry of their own belong to the package above them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
-    "mingc.defaults": (),
+    "mingc.options": ("mingc.errors",),
     "mingc.plugins": ("mingc.errors",),
     # The machine and what it has: GPUs, libraries, memory, the parent process.
     "mingc.host": (),
@@ -26,56 +27,179 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.dtypes": ("mingc.artifacts",),
     "mingc.numerics": ("mingc.artifacts",),  # error measure and tolerances that export and verify share
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
-    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.host.machine"),
+    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors"),
     "mingc.console.signals": (),
-    "mingc.console": ("mingc.artifacts", "mingc.console.signals", "mingc.errors"),
-    "mingc.console.child_main": ("mingc.console.signals", "mingc.host", "mingc"),
+    "mingc.console": ("mingc.artifacts", "mingc.errors", "mingc.options"),
+    "mingc.console.child_main": ("mingc.cli", "mingc.host"),
+    # Loads the commands by name.
+    "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
+    "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
     "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
-    # Routers of steps whose experts a server counts, in plain torch.
-    "mingc.kernels.rms_norm": (),
-    "mingc.kernels.router": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
-    "mingc.kernels": (
-        "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
-        "mingc.artifacts.target",
-        "mingc.host.machine",
-        "mingc.kernels.chunk_layout",
-        "mingc.kernels.triton",
-        "mingc.kernels.cuda",
-    ),
-    "mingc.export": (
-        "mingc",
+    "mingc.kernels": ("mingc.kernels.dispatch", "mingc.kernels.triton", "mingc.kernels.cuda"),
+    # Inside the export, from the interface of a stage up to recipe → plan → run.
+    "mingc.export.checkpoint": ("mingc.errors",),
+    "mingc.export.defaults": (),
+    "mingc.export.stage": ("mingc.artifacts", "mingc.export.defaults", "mingc.export.checkpoint"),
+    "mingc.export.process_pool": ("mingc.artifacts", "mingc.errors", "mingc.host"),
+    "mingc.export.cost": ("mingc.artifacts",),
+    "mingc.export.weights": (
         "mingc.artifacts",
-        "mingc.artifacts.target",
-        "mingc.defaults",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.kernels",
+    ),
+    "mingc.export.layers": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.kernels",
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.sample_tokens",
+    ),
+    "mingc.export.assets": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.media.dsp",
+    ),
+    "mingc.export.checks": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.checkpoint",
+        "mingc.export.layers",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.numerics",
+    ),
+    "mingc.export.stages": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.layers",
+        "mingc.export.stage",
+        "mingc.export.weights",
+        "mingc.kernels",
+        "mingc.kernels.chunk_layout",
+        "mingc.plugins",
+    ),
+    "mingc.export.compile": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.stage",
         "mingc.host",
         "mingc.host.machine",
         "mingc.kernels",
-        "mingc.kernels.chunk_layout",
         "mingc.kernels.dispatch",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
-        "mingc.kernels.sample_tokens",
         "mingc.kernels.triton",
-        "mingc.media.dsp",
-        "mingc.numerics",
         "mingc.plugins",
     ),
-    "mingc.text": ("mingc.errors",),
-    "mingc.media.dsp": ("mingc.errors",),
-    "mingc.media": ("mingc.artifacts", "mingc.errors", "mingc.host", "mingc.media.dsp", "mingc.runtime"),
-    "mingc.prompts": ("mingc.artifacts", "mingc.errors", "mingc.media", "mingc.runtime"),
+    "mingc.export.recipe": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.defaults",
+        "mingc.export.compile",  # the backends
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.options",
+    ),
+    "mingc.export.synthetic": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.checkpoint",
+        "mingc.export.recipe",
+        "mingc.export.stage",
+        "mingc.export.stages",
+    ),
+    "mingc.export.source": (
+        "mingc.export.checkpoint",
+        "mingc.export.recipe",
+        "mingc.export.synthetic",
+    ),
+    "mingc.export.autotune": (
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.export.compile",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.stage",
+        "mingc.host.machine",
+        "mingc.kernels",
+        "mingc.kernels.triton",
+    ),
+    "mingc.export.tasks": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.export.autotune",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.compile",
+        "mingc.export.cost",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.source",
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.export.weights",
+        "mingc.kernels.triton",
+    ),
+    "mingc.export": (  # preflight, plan, schedule, run, report
+        "mingc",
+        "mingc.artifacts",
+        "mingc.artifacts.target",
+        "mingc.errors",
+        "mingc.export.assets",
+        "mingc.export.autotune",
+        "mingc.export.checkpoint",
+        "mingc.export.checks",
+        "mingc.export.process_pool",
+        "mingc.export.recipe",
+        "mingc.export.source",
+        "mingc.export.stage",
+        "mingc.export.stages",
+        "mingc.export.tasks",
+        "mingc.export.weights",
+        "mingc.host.machine",
+        "mingc.kernels.triton",
+    ),
+    "mingc.text": (),
+    "mingc.media.dsp": (),
+    # A prompt holds decoded media, so media come after it; the runtime knows a decoder by its interface there.
+    "mingc.prompts": ("mingc.artifacts", "mingc.errors"),
+    "mingc.media": (
+        "mingc.artifacts",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.media.dsp",
+        "mingc.options",
+        "mingc.prompts",
+    ),
     # Inside the runtime, from what everything shares up to the service.
-    "mingc.runtime": ("mingc.errors",),
+    "mingc.runtime": ("mingc.errors", "mingc.prompts"),
     "mingc.runtime.engines": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -91,7 +215,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host",
-        "mingc.media",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -100,8 +223,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
-        "mingc.kernels.rms_norm",
-        "mingc.kernels.router",
         "mingc.kernels.sample_tokens",
         "mingc.prompts",
         "mingc.runtime",
@@ -112,7 +233,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.errors",
         "mingc.host",
-        "mingc.runtime",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",
         "mingc.runtime.thinker",
@@ -127,11 +247,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.runtime.service": (
         "mingc.artifacts",
-        "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
-        "mingc.media",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.encoders",
@@ -141,7 +260,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.host", "mingc.runtime"),
+    # What every kind of session shares; a folder for each kind beside it; the app knows them all.
+    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.options", "mingc.runtime"),
+    "mingc.server.http": (
+        "mingc",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.prompts",
+        "mingc.runtime",
+        "mingc.server",
+    ),
+    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -152,49 +281,45 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.numerics",
         "mingc.prompts",
         "mingc.runtime",
-        "mingc.runtime.distributed",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
         "mingc.runtime.service",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
-        "mingc.runtime.thinker.ranks",
         "mingc.text",
     ),
     "mingc.probe": (
         "mingc",
         "mingc.artifacts",
-        "mingc.artifacts.target",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.options",
         "mingc.runtime.engines",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
+        "mingc.media",
+        "mingc.options",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.service",
         "mingc.server",
+        "mingc.server.app",
+        "mingc.server.http",
         "mingc.text",
     ),
-    "mingc.commands": (
-        "mingc",
-        "mingc.artifacts",
-        "mingc.artifacts.target",
-        "mingc.bundles",  # what a distribution requires
-        "mingc.defaults",
-        "mingc.errors",
-        "mingc.export",  # whether a backend can build
-        "mingc.host",
-        "mingc.host.machine",
-        "mingc.runtime.engines",  # whether a backend's engines can be loaded
-    ),
 }
-# Only the command line knows export, runtime, verify and probe together.
-UNRESTRICTED = ("mingc", "mingc.__main__", "mingc.cli")
+# In no wheel: it knows what a server and `mingc verify` know, and the package does not know it.
+ALLOWED["conformance"] = (
+    *ALLOWED["mingc.verify"],
+    "mingc.console",
+    "mingc.console.signals",
+    "mingc.runtime.thinker.ranks",
+    "mingc.verify",
+)
 
 
 def module_name(path: Path) -> str:
@@ -202,7 +327,15 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    module_name(path): path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))
+}
+# Only the commands know export, runtime, verify and probe together.
+UNRESTRICTED = (
+    "mingc",
+    "mingc.__main__",
+    *(module for module in MODULES if (module + ".").startswith("mingc.commands.")),
+)
 
 
 def package_of(module: str) -> str:
@@ -213,7 +346,7 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
+_IMPORT_BY_NAME = ("mingc", "mingc.cli", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:
@@ -381,10 +514,25 @@ def test_a_module_imports_only_what_its_package_may(module: str) -> None:
     package = package_of(module)
     assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
     for name, line in imported(MODULES[module]):
-        if name.split(".")[0] == "mingc" and package_of(name) != package:
+        if name.split(".")[0] in ("mingc", "conformance") and package_of(name) != package:
             assert package_of(name) in ALLOWED[package], (
                 f"{module}, line {line}: imports {name}, which {package} may not"
             )
+
+
+@pytest.mark.parametrize("module", UNRESTRICTED)
+def test_the_command_line_does_not_need_the_checkout(module: str) -> None:
+    assert not [name for name, _ in imported(MODULES[module]) if name.split(".")[0] == "conformance"]
+
+
+def test_a_package_is_allowed_only_what_it_imports() -> None:
+    """A wall with an entry too many has a hole that nobody needs."""
+    needed: dict[str, set[str]] = {package: set() for package in ALLOWED}
+    for module in (name for name in MODULES if name not in UNRESTRICTED):
+        needed[package_of(module)].update(package_of(name) for name, _ in imported(MODULES[module]))
+    unneeded = {package: {*allowed} - needed[package] for package, allowed in ALLOWED.items()}
+    del unneeded["conformance"]  # what `mingc verify` may, and a little more
+    assert not {package: names for package, names in unneeded.items() if names}
 
 
 def test_the_table_of_packages_has_no_cycle() -> None:
@@ -403,12 +551,34 @@ def test_the_table_of_packages_has_no_cycle() -> None:
             visit(package, ())
 
 
-@pytest.mark.parametrize("folder", ["mingc", "benchmarks", "tests/support"])
+def folder_of(module: str) -> str:
+    """The package whose folder holds the file of `module`."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Of two folders of which neither contains the other, one may import the other; imports in functions count too."""
+    arrows: dict[tuple[str, str], str] = {}
+    for module, path in MODULES.items():
+        skipped = typing_only_lines(path)
+        for name, line in imported(path):
+            if name in MODULES and line not in skipped:
+                arrows.setdefault((folder_of(module), folder_of(name)), f"{module}, line {line}: {name}")
+    mutual = [
+        f"{place}; {arrows[to, of]}"
+        for (of, to), place in sorted(arrows.items())
+        if of < to and (to, of) in arrows and not (to + ".").startswith(of + ".")
+    ]
+    assert not mutual, "\n".join(mutual)
+
+
+@pytest.mark.parametrize("folder", ["mingc", "conformance", "benchmarks", "tests/support"])
 def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
     """Imports inside functions count as well: two files that need each other are one."""
     root = ROOT / folder
     names = {
-        (module_name(path) if folder == "mingc" else path.stem): path for path in sorted(root.rglob("*.py"))
+        (module_name(path) if folder in ("mingc", "conformance") else path.stem): path
+        for path in sorted(root.rglob("*.py"))
     }
     arrows = {}
     for name, path in names.items():

@@ -12,8 +12,9 @@ import pytest
 import mingc
 
 PACKAGE = Path(mingc.__file__).parent
+CONFORMANCE = PACKAGE.parent / "conformance"
 DATA = Path(__file__).parents[1] / "data"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = [path for folder in (PACKAGE, CONFORMANCE) for path in sorted(folder.rglob("*.py"))]
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "process", "base_utils"}
 
 
@@ -22,7 +23,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else PACKAGE.parent).as_posix()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -130,13 +131,12 @@ import sys
 from pathlib import Path
 import torch, numpy, safetensors.numpy, safetensors.torch, tokenizers
 from mingc.export.checkpoint import open_checkpoint
-from mingc.verify.golden_documents import read_document
-from mingc.verify.verification import _read_tensors
+from conformance.golden_files import read_document, read_tensors
 seen = []
 sys.addaudithook(lambda event, arguments: seen.append(arguments) if event == "pickle.find_class" else None)
 data = Path(sys.argv[1])
 for path in sorted(data.glob("*.safetensors")):
-    assert _read_tensors(path)
+    assert read_tensors(path)
 for path in sorted(data.glob("*.json")):
     assert read_document(path)
 open_checkpoint(data / "tiny-ming")

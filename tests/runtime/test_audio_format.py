@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mingc.server.http.audio_format import (
+from mingc.server.audio_format import (
     AudioFormat,
     AudioSpec,
     Base64Stream,

@@ -47,10 +47,10 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
+from mingc.artifacts.target import Host
 from mingc.errors import CapacityError, MingcError
-from mingc.host.machine import Host
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.decoding import InProcessDecoder
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -59,16 +59,13 @@ from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
-    MediaPart,
-    Message,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
     TextDelta,
-    TextPart,
 )
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream
-from mingc.runtime.service import builder, preprocessing
+from mingc.runtime.request_stream import EventQueue, RequestStream
+from mingc.runtime.service import build_context, builder, chat_builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -237,18 +234,8 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     graphs: dict[str, Graph] = {}
     for key, graph in stages()[name].graphs.items():
         spec = artifact.manifest.stages[name].graphs[key].spec
-        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph._engines)
+        graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph.engines)
     return LoadedStage(name, graphs)
-
-
-class InProcess(DecoderPool):
-    """Decodes in this process: faster, and processes are tested elsewhere."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def run(self, task: MediaTask, data: bytes) -> DecodedMedia:
-        return run_task(task, data)
 
 
 @dataclass
@@ -259,7 +246,6 @@ class Built:
     rank_timeout_s: list[float] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     hashed: list[Path] = field(default_factory=list)
-    decoding: list[tuple[int, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -279,7 +265,7 @@ def build(
         patch.setattr(
             builder, "current_host", lambda device: Host(torch="2.13.0", device="cpu", capability="AVX2")
         )
-        patch.setattr(builder, "load_stage", load_stage)
+        patch.setattr(build_context, "load_stage", load_stage)
         patch.setattr(
             preprocessing, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
         )
@@ -287,16 +273,11 @@ def build(
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 
-        def make_pool(*, max_bytes: int, timeout_s: float, num_prepared: int) -> DecoderPool:
-            found.decoding.append((max_bytes, timeout_s))
-            return InProcess(max_bytes=max_bytes, timeout_s=timeout_s, num_prepared=num_prepared)
-
-        patch.setattr(builder, "DecoderPool", make_pool)
-        patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
+        patch.setattr(chat_builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
 
         def open_it() -> Built:
             try:
-                found.service = open_service(TINY, options)
+                found.service = open_service(TINY, options, media=InProcessDecoder())
                 opened.append(found.service)
             except CapacityError:
                 assert found.rank_timeout_s
@@ -459,7 +440,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
         yield f"{name} segment", outcome(plan)
     yield "talkers", len(speech.talkers.loops)
     loop = speech.talkers.loops[0]
-    yield "patches in flight", loop._worker.depth
+    yield "patches in flight", loop.worker.depth
     yield "patches ahead", loop._pacing._lead
     with loop._lock:
         scheduler = loop.scheduler
@@ -476,7 +457,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     own = asyncio.new_event_loop()
     stream = RequestStream(EventQueue(own))
     try:
-        service._open_speech_stream(speech, SpeechParams(), stream, 1, None)
+        service._open_speech_stream(speech, SpeechParams(), stream, 1, None, is_live=False, recorder=None)
         (is_behind,) = (each.is_behind for each in loop._streams.values())
         unread = 0
         while not is_behind() and unread < 400:
@@ -515,13 +496,10 @@ def describe(
             "hashes": len(built.hashed),
             "threads": built.threads,
             "step timeout": built.rank_timeout_s,
-            "decoders": built.decoding,
         }
         if built.service is not None:
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
-            decoders = built.service._chat.decoders if built.service._chat is not None else None
-            seen["decoder processes"] = decoders._num_prepared if isinstance(decoders, InProcess) else None
             seen.update(describe_chat(built.service, with_media=with_media))
             if with_speech:
                 seen.update(describe_speech(built.service))
@@ -536,13 +514,7 @@ class Change:
     differs: tuple[str, ...]
 
 
-UNREAD = PatchItem(
-    samples=np.zeros(1, np.float32),
-    latents=None,
-    stop_probability=0.0,
-    is_segment_end=False,
-    is_capped=False,
-)
+UNREAD = AudioDelta(samples=np.zeros(1, np.float32))
 REFUSED = ("refused",)
 ALL_IMAGES = ("image prompt", "small image prompt", "large image prompt")
 # By stage and parameter. A string in place of a change: why no part of the service depends on the number.
@@ -597,7 +569,6 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "temporal_position_scale": "every grid of a served video has one frame; tests/unit/test_positions.py",
         "default_system_text": Change("You sing.", ("text prompt", "answer")),
         "thinking_suffix": Change("{state}!", ("text prompt", "answer")),
-        "router": "read by steps whose experts are counted; tests/runtime/test_expert_usage.py",
     },
     "talker": {
         "hidden_size": Change(5, REFUSED),
@@ -643,22 +614,17 @@ OPTIONS: dict[str, Change] = {
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
-    "num_preprocess_threads": Change(5, ("preprocessing threads", "decoder processes")),
+    "num_preprocess_threads": Change(5, ("preprocessing threads",)),
     "num_torch_threads": Change(3, ("threads",)),
     "step_timeout_s": Change(7.0, ()),  # of ranks: a test of its own below
     "check_hashes": Change(True, ("hashes",)),
-    "max_media_memory": Change(1 << 30, ("decoders",)),
-    "media_decode_timeout_s": Change(3.0, ("decoders",)),
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
-    "expert_usage_interval_s": Change(5.0, REFUSED),  # no layer has experts
     "talker_depth": Change(2, ("patches in flight",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),
     "loads_speech": Change(False, ("info",)),
-    "engines": Change(("thinker=onnx",), REFUSED),
-    "target": Change("rtx:sm89", REFUSED),
 }
 # Largest buckets of dims, by stage and graph.
 BUCKETS: dict[tuple[str, str, str], Change] = {
@@ -723,7 +689,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
         max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
     )
     with build(manifest(), options, monkeypatch) as opened, monkeypatch.context() as patch:
-        patch.setattr(builder, "load_stage", load_with_weights)
+        patch.setattr(build_context, "load_stage", load_with_weights)
         found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
     slot = (
         fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
@@ -739,7 +705,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
     }
 
 
-@pytest.mark.parametrize("where", ["create_chat_processor", "ThinkerLoop"])
+@pytest.mark.parametrize("where", ["ChatProcessor", "ThinkerLoop"])
 def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -762,10 +728,10 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
     # Undone before what `build` has patched: a patch that outlives its block would bring that back.
     with build(two, EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
-        patch.setattr(builder, "RankGroup", Ranks)
-        patch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
-        patch.setattr(InProcess, "close", lambda self: ended.append("decoders"))
-        patch.setattr(builder, where, fail)
+        patch.setattr(chat_builder, "RankGroup", Ranks)
+        patch.setattr(chat_builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
+        patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
+        patch.setattr(chat_builder, where, fail)
         with pytest.raises(MemoryError, match="far enough"):
             opened()
     assert sorted(ended) == ["decoders", "ranks"]

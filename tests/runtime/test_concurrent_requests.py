@@ -23,15 +23,16 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
+from mingc.server.options import ServeOptions
 
 
 def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     service = make_service(has_thinker=False)
-    (loop,) = service._speech.talkers.loops  # type: ignore[union-attr]
+    (loop,) = service.talkers  # type: ignore[union-attr]
     segment, add = omni.iter_speech_segments, loop.add
     log: list[str] = []
 
@@ -94,7 +95,7 @@ def test_prompts_that_arrive_during_a_chunk_share_the_next_one(
         max_prompts=4,
         prefill_policy=ChunkedPrefillPolicy(num_layer_groups=1, latency_model=latency_model),
     )
-    runner = loop._runner
+    runner = loop.runner
     launch, chunks = runner.launch_prefill, list[int]()
 
     def recorded(step: PrefillStep, **options: bool) -> LaunchedTokens:

@@ -22,20 +22,24 @@ from preprocess_data import audio_parameters, noise_image, png, vision_parameter
 
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.media import decoder_pool, decoder_process
-from mingc.media.audio import AudioFeatures
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.decoder_process import TaskHead, receive, send
-from mingc.media.limits import MIB, MediaLimits
-from mingc.media.task import MediaTask, digest_of, run_task
-from mingc.media.video import VideoFeatures
-from mingc.runtime.request import VideoParams
+from mingc.media.decoding import digest_of, run_task
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MIB
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.features import AudioFeatures, VideoFeatures
+from mingc.prompts.media_decoder import MediaTask
 
 WHERE = "messages[0].content[1]"
-IMAGE = MediaTask(kind="image", where=WHERE, vision=vision_parameters())
+IMAGE = MediaTask(kind="image", where=WHERE, max_bytes=DEFAULT_MEDIA_BYTES, vision=vision_parameters())
 VIDEO = MediaTask(
-    kind="video", where=WHERE, vision=vision_parameters(), video=VideoParams(min_pixels=4096, fps=1.5)
+    kind="video",
+    where=WHERE,
+    max_bytes=DEFAULT_MEDIA_BYTES,
+    vision=vision_parameters(),
+    video=VideoParams(min_pixels=4096, fps=1.5),
 )
-AUDIO = MediaTask(kind="audio", where=WHERE, audio=audio_parameters())
+AUDIO = MediaTask(kind="audio", where=WHERE, max_bytes=DEFAULT_MEDIA_BYTES, audio=audio_parameters())
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +330,7 @@ def test_closing_ends_a_running_task_and_refuses_others() -> None:
 
 
 def test_a_smaller_limit_of_a_task_holds(pool: DecoderPool) -> None:
-    task = dataclasses.replace(IMAGE, limits=MediaLimits(max_bytes=MIB))
+    task = dataclasses.replace(IMAGE, max_bytes=MIB)
     with pytest.raises(RequestError, match="MiB of memory") as caught:
         pool.run(task, png(noise_image(1000, 1000)))
     assert caught.value.status == 413
@@ -335,7 +339,7 @@ def test_a_smaller_limit_of_a_task_holds(pool: DecoderPool) -> None:
 @MEDIA
 def test_every_kind_obeys_the_memory_of_its_task(task: MediaTask, data: bytes) -> None:
     with pytest.raises(RequestError) as refused:
-        run_task(dataclasses.replace(task, limits=MediaLimits(max_bytes=1000)), data)
+        run_task(dataclasses.replace(task, max_bytes=1000), data)
     assert refused.value.code == "media_too_large"
 
 

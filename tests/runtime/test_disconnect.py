@@ -16,8 +16,7 @@ from server_thread import run_server
 
 from mingc.runtime.request import Event, TextDelta
 from mingc.runtime.service.omni import OmniService
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.routes import measured
+from mingc.server.metrics import Metrics
 
 _WAIT_S = 20.0
 MANY_STEPS = 60  # steps in which an abandoned request must be gone; those below take hundreds
@@ -54,7 +53,7 @@ def test_a_client_that_leaves_frees_everything(name: str, monkeypatch: pytest.Mo
             payload = json.dumps(body).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
-            wait_until_equal({"requests": 1}, lambda: {"requests": len(service._running)})
+            wait_until_equal({"requests": 1}, lambda: {"requests": service.held["requests"]})
             wait_until_equal({"runs": 1}, lambda: {"runs": int(len(steps) > 2)})
         num_steps = len(steps)
         wait_until_equal(before, lambda: service_resources(service, event_loop))
@@ -78,8 +77,7 @@ def test_a_response_that_breaks_off_closes_the_iterator_of_the_service() -> None
             self.is_closed = True
 
     async def leave(endless: Events) -> None:
-        metrics = Metrics()
-        async with measured(endless, metrics.latency_timer(), metrics) as events:
+        async with Metrics().timer().measure(endless) as events:
             assert await anext(events) == TextDelta(text="more")
             assert not endless.is_closed
             raise ConnectionResetError

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.runtime.encoders import graph as encoder_graph
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.engines import cuda_graphs
@@ -276,7 +275,7 @@ def test_only_sizes_that_have_an_engine_are_called() -> None:
     sizes = [(1, 2), (1, 4), (1, 16), (4, 2), (4, 4), (8, 2)]
     shapes: list[tuple[int, ...]] = []
     whole = make_audio(shapes, clips=(1, 4, 8))
-    engine = whole._graph._engines[None]
+    engine = whole._graph.engines[None]
     graph = Graph(whole._graph.spec, {size: engine for size in sizes})
     audio = AudioEncoder(LoadedStage("audio_encoder", {"encode": graph}), AUDIO, CPU)
     short, middle, long = clip(5), clip(16), clip(64)

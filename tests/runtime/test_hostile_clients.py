@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import resource
@@ -24,16 +23,16 @@ from server_thread import run_server
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.request import ServiceLoad
-from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.server.http.connections import (
+from mingc.server.connections import (
     PROBE_CONNECTIONS,
     Acceptor,
     ConnectionTable,
     HttpConnection,
     connection_limit,
 )
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.http.body import FREE_BYTES, BodyBudget
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
@@ -42,9 +41,10 @@ CHILD = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from fake_service import FakeService
-from mingc.server.http.logs import configure_logging
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.logs import configure_logging
+from mingc.server.options import ServeOptions
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
 configure_logging("info", "text")
 serve(create_app(FakeService(), ServeOptions(port=0, drain_s=0)), announce=lambda url: print(url, flush=True))
 """
@@ -292,70 +292,6 @@ def test_connections_beyond_a_time_limit_are_closed_and_counted_once(
     asyncio.run(run())
 
 
-class Listener:
-    """A listening socket whose `accept` gives one outcome after another."""
-
-    def __init__(self, *outcomes: Any) -> None:
-        self.outcomes = list(outcomes)
-
-    def fileno(self) -> int:
-        return 99
-
-    def setblocking(self, is_blocking: bool) -> None:
-        assert not is_blocking
-
-    def accept(self) -> tuple[Any, None]:
-        outcome = self.outcomes.pop(0) if self.outcomes else BlockingIOError()
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome, None
-
-
-class Accepted:
-    """An accepted socket."""
-
-    def __init__(self, name: str, closed: list[str]) -> None:
-        self._name, self._closed = name, closed
-
-    def setblocking(self, is_blocking: bool) -> None:
-        assert not is_blocking
-
-    def close(self) -> None:
-        self._closed.append(f"{self._name} closed")
-
-
-@contextlib.contextmanager
-def acceptor_of(
-    listener: Listener, table: Any, monkeypatch: pytest.MonkeyPatch, attach: Callable[..., Any]
-) -> Iterator[tuple[Any, list[bool], list[str], list[Any]]]:
-    """An acceptor on the running loop; what it connected (`is_probe`), how it changed its reader, its timers."""
-    loop = asyncio.get_running_loop()
-    connected: list[bool] = []
-    readers: list[str] = []
-    timers: list[Any] = []
-    monkeypatch.setattr(loop, "add_reader", lambda fd, call: readers.append("on"))
-    monkeypatch.setattr(loop, "remove_reader", lambda fd: readers.append("off"))
-    monkeypatch.setattr(loop, "call_later", lambda s, call, *rest: timers.append((s, call)))
-    monkeypatch.setattr(loop, "connect_accepted_socket", attach)
-    names = iter("abcdefghij")
-
-    def connect(is_probe: bool) -> Any:
-        connected.append(is_probe)
-        connection: Any = Connection(next(names), [])
-        table.add(connection)
-        return connection
-
-    acceptor = Acceptor(listener, table, connect)  # type: ignore[arg-type]
-    try:
-        yield acceptor, connected, readers, timers
-    finally:
-        monkeypatch.undo()
-
-
-async def attach_nothing(make: Callable[[], Any], connection: Any) -> None:
-    make()
-
-
 @pytest.mark.parametrize(
     ("num_idle", "expected"), [(0, 256), (1, 256), (7, 128), (40, 24), (63, 16), (90, 16)]
 )
@@ -408,84 +344,93 @@ def closed_by(table: Any) -> dict[str, float]:
     }
 
 
+async def accept(table: Any, attach: Callable[..., Any], num_clients: int) -> tuple[list[bool], int]:
+    """Connect clients to an acceptor; `is_probe` of each accepted one, none of which waits, and how many were cut."""
+    accepted: list[bool] = []
+
+    def make(is_probe: bool) -> Any:
+        accepted.append(is_probe)
+        connection: Any = Connection(str(len(accepted)), [])
+        table.add(connection)
+        table.waiting.pop(connection)
+        return connection
+
+    asyncio.get_running_loop().connect_accepted_socket = attach  # type: ignore[method-assign]
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as clients:
+        acceptor = Acceptor(listener, table, make)
+        acceptor.start()
+        address = listener.getsockname()
+        sockets = [clients.enter_context(socket.create_connection(address)) for _ in range(num_clients)]
+        while len(accepted) + sum(closed_by(table).values()) < num_clients:
+            await asyncio.sleep(0.01)
+        await acceptor.wait_closed()
+        acceptor.close()
+        cut = 0
+        for each in sockets:
+            each.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                cut += each.recv(1) == b""
+    return accepted, cut
+
+
 def test_connections_beyond_the_limit_are_probes_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mingc.server.http.connections.PROBE_CONNECTIONS", 2)
-    closed: list[str] = []
+    monkeypatch.setattr("mingc.server.connections.PROBE_CONNECTIONS", 2)
+    held: list[socket.socket] = []
+
+    async def attach(make: Callable[[], Any], connection: socket.socket) -> None:
+        held.append(connection)
+        make()
 
     async def run() -> None:
         table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=3)
-        listener = Listener(*(Accepted(str(index), closed) for index in range(6)))
-        with acceptor_of(listener, table, monkeypatch, attach_nothing) as (acceptor, connected, readers, _):
-            acceptor.start()
-            assert readers == ["on"]
-            with monkeypatch.context() as busy:
-                busy.setattr(ConnectionTable, "set_waiting", lambda self, connection: None)
-                acceptor._accept()
-            assert connected == [False] * 3 + [True] * 2 and closed == ["5 closed"]
-            assert closed_by(table) == {"refused": 1}
-            await acceptor.wait_closed()
-            acceptor.close()
-            acceptor.close()
-            assert readers == ["on", "off"]
+        assert await accept(table, attach, 6) == ([False] * 3 + [True] * 2, 1)
+        assert closed_by(table) == {"refused": 1}
+
+    asyncio.run(run())
+    for connection in held:
+        connection.close()
+
+
+def test_a_connection_that_breaks_while_it_is_set_up_is_forgotten() -> None:
+    async def fail(make: Callable[[], Any], connection: socket.socket) -> None:
+        raise ConnectionResetError
+
+    async def run() -> None:
+        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=9)
+        assert await accept(table, fail, 1) == ([False], 1)
+        assert not table.connections and not table.waiting
 
     asyncio.run(run())
 
 
 def test_a_server_without_descriptors_closes_a_waiting_connection_and_pauses(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def run() -> None:
-        closed: list[str] = []
-        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=9)
-        for name in ("a", "b"):
-            table.add(Connection(name, closed))
-        full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        with acceptor_of(Listener(full), table, monkeypatch, attach_nothing) as (
-            acceptor,
-            _,
-            readers,
-            timers,
-        ):
-            acceptor.start()
-            acceptor._accept()
-            assert closed == ["a"] and len(table.connections) == 1, "the longest waiting one"
-            assert closed_by(table) == {"no_descriptor": 1}
-            ((pause_s, resume),) = timers
-            assert readers == ["on", "off"] and 0 < pause_s < 1
-            resume()
-            assert readers == ["on", "off", "on"]
-            acceptor.close()
-            resume()
-            assert readers == ["on", "off", "on", "off"], "a closed acceptor stays closed"
-        with (
-            acceptor_of(Listener(OSError(errno.EBADF, "x")), table, monkeypatch, attach_nothing) as (
-                other,
-                *_,
-            ),
-            pytest.raises(OSError, match="x"),
-        ):
-            other._accept()
-
-    asyncio.run(run())
+    """The client that waits is answered with the descriptor of one that sent nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with server() as (url, _), contextlib.ExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        silent = stack.enter_context(connect(url))
+        eventually(lambda: metric(url, "mingc_num_connections") == 2)  # and the client that asks
+        late = stack.enter_context(socket.socket())
+        late.settimeout(30)
+        eventually(lambda: metric(url, "mingc_num_connections") == 2)
+        most = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most + 8, hard))
+            held: list[int] = []
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(silent.fileno()))
+                    stack.callback(os.close, held[-1])
+            late.connect((host, int(port)))
+            late.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert read_all(late).startswith(b"HTTP/1.1 200 ")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert silent.recv(1) == b""
+        assert metric(url, 'mingc_connections_closed_total{reason="no_descriptor"}') >= 1
     assert "cannot accept connections: Too many open files" in caplog.messages
-
-
-def test_a_connection_that_breaks_while_it_is_set_up_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
-
-    async def fail(make: Callable[[], Any], connection: Any) -> None:
-        raise ConnectionResetError
-
-    async def run() -> None:
-        table: Any = ConnectionTable(options=ServeOptions(), metrics=Metrics(), limit=9)
-        listener = Listener(Accepted("0", closed))
-        with acceptor_of(listener, table, monkeypatch, fail) as (acceptor, connected, _, _):
-            acceptor._accept()
-            assert connected == [False] and len(table.connections) == 1
-            await acceptor.wait_closed()
-            assert not table.connections and not table.waiting and closed == ["0 closed"]
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -546,19 +491,6 @@ def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:
         del waiting
 
 
-def test_the_connection_limit_leaves_room_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft = 1024
-    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
-    assert 512 < connection_limit(None) < 1024 - PROBE_CONNECTIONS - 64
-    assert connection_limit(100) == 100
-    with pytest.raises(ConfigError, match="1024 file descriptors leave room for") as caught:
-        connection_limit(1000)
-    assert caught.value.where == "--max-connections"
-    soft = 64
-    with pytest.raises(ConfigError, match="64 file descriptors leave room for 0 connections"):
-        connection_limit(None)
-
-
 def test_a_refused_body_gives_back_what_it_held_and_no_more() -> None:
     metrics = Metrics()
     budget = BodyBudget(1000, metrics)
@@ -568,7 +500,8 @@ def test_a_refused_body_gives_back_what_it_held_and_no_more() -> None:
             with pytest.raises(CapacityError), budget.charge() as charge:
                 charge.set(FREE_BYTES + 300)
                 charge.set(FREE_BYTES + 500)
-            assert metrics.body_bytes._value.get() == 600
+            held = {each.name: each.value for each in metrics.samples(ServiceLoad())}
+            assert held["mingc_body_bytes"] == 600
         with pytest.raises(CapacityError), budget.charge() as charge:
             charge.set(FREE_BYTES + 401)
 

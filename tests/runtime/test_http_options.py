@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mingc.errors import ConfigError
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 NUMBERS = [
     each.name
@@ -29,7 +29,7 @@ def refused(**given: Any) -> str:
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
 def test_limits_are_numbers_above_zero(name: str, value: float) -> None:
-    assert f"is {value}" in refused(**{name: value}) or f" {value} " in refused(**{name: value})
+    assert ": must be " in refused(**{name: value})
     defaults = ServeOptions()
     assert getattr(ServeOptions(**{name: getattr(defaults, name)}), name) == getattr(defaults, name)
 
@@ -68,8 +68,8 @@ def test_a_media_host_is_a_name_or_address_with_an_optional_port(entry: str) -> 
 )
 def test_a_limit_is_named_by_its_option(name: str, option: str) -> None:
     message = refused(**{name: -3}, port=65_536)
-    assert f"{option} is -3, which is not above 0" in message
-    assert "; " in message and "--port 65536 is not between 0 and 65535" in message, "all problems at once"
+    assert f"{option} -3" in message
+    assert "--port 65536: must be from 0 to 65535" in message.splitlines(), "all problems at once"
 
 
 @pytest.mark.parametrize(
@@ -82,16 +82,16 @@ def test_a_limit_is_named_by_its_option(name: str, option: str) -> None:
 )
 def test_times_that_may_be_zero(name: str, option: str) -> None:
     assert getattr(ServeOptions(**{name: 0}), name) == 0
-    for value in (-1, math.inf, math.nan):
-        assert refused(**{name: value}) == f"{option} is {value}, which is not 0 or above"
+    for value, shown in ((-1, "-1s"), (math.inf, "inf"), (math.nan, "nan")):
+        assert refused(**{name: value}) == f"{option} {shown}: must be at least 0s"
 
 
 def test_limits_that_depend_on_another(tmp_path: Path) -> None:
     assert ServeOptions(max_body_bytes=9, max_total_body_bytes=9).max_total_body_bytes == 9
     assert refused(max_body_bytes=9, max_total_body_bytes=8) == (
-        "--max-total-body-bytes 8 is below --max-body-bytes 9"
+        "--max-total-body-bytes 8B: is below --max-body-bytes 9B"
     )
     assert ServeOptions(max_connections=1, media_root=tmp_path, cors_origins=("*",)).max_connections == 1
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "none"):
-        assert refused(media_root=path) == f"--media-root {str(path)!r} is not a folder"
+        assert refused(media_root=path) == f"--media-root {path}: is not a folder"

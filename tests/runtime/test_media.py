@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from mingc.errors import ConfigError, RequestError
-from mingc.runtime.request import MediaPart, Message, TextPart
+from mingc.prompts.conversation import MediaKind, MediaPart, Message, TextPart
 from mingc.server.http.media import MediaLoader, is_public
-from mingc.server.http.messages import MediaKind, MediaSource
-from mingc.server.http.options import ServeOptions
+from mingc.server.options import ServeOptions
 
 PARAM = "messages[0].content[0].image_url.url"
 
@@ -29,14 +28,15 @@ PARAM = "messages[0].content[0].image_url.url"
 def read(
     source: str, options: ServeOptions | None = None, *, kind: MediaKind = "image", is_base64: bool = False
 ) -> bytes:
-    part = MediaSource(kind=kind, source=source, param=PARAM, is_base64=is_base64)
+    part = MediaPart(kind=kind, data=source, where=PARAM, is_base64=is_base64)
     message = Message(role="user", parts=(TextPart(text="a"), part))
     (read,) = asyncio.run(MediaLoader(options or ServeOptions()).load([message]))
     assert read.parts[0] == TextPart(text="a")
     media = read.parts[1]
     assert isinstance(media, MediaPart)
     assert (media.kind, media.where) == (kind, PARAM)
-    return media.data
+    assert isinstance(media.data, bytes | memoryview)
+    return bytes(media.data)
 
 
 def refused(source: str, options: ServeOptions | None = None, **how: object) -> RequestError:
@@ -235,7 +235,7 @@ def test_the_budget_is_shared_by_all_parts() -> None:
     options = ServeOptions(max_media_bytes=100)
     encoded = base64.b64encode(b"x" * 60).decode()
     parts = tuple(
-        MediaSource(kind="audio", source=encoded, param=f"audios[{i}]", is_base64=True) for i in range(2)
+        MediaPart(kind="audio", data=encoded, where=f"audios[{i}]", is_base64=True) for i in range(2)
     )
     with pytest.raises(RequestError) as caught:
         asyncio.run(MediaLoader(options).load([Message(role="user", parts=parts)]))

@@ -28,16 +28,18 @@ from server_thread import run_server
 
 from mingc.host import large_arrays
 from mingc.media.decoder_process import receive_array
-from mingc.media.image import VisionFeatures
-from mingc.media.task import DecodedMedia, MediaTask, run_task
+from mingc.media.decoding import InProcessDecoder, run_task
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message
+from mingc.prompts.features import Features, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.service import omni
+from mingc.runtime.service import pipelines
 from mingc.runtime.service.omni import OmniService
-from mingc.server.http import long_strings, media, routes
-from mingc.server.http.messages import MediaSource
-from mingc.server.http.options import ServeOptions
+from mingc.server.http import body as bodies
+from mingc.server.http import media, routes
+from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 WAIT_S = 60.0
@@ -58,13 +60,14 @@ class Recorder:
         return recorded
 
 
-class Gate:
-    """Decodes as a server does, once the test lets it go on."""
+class Gate(InProcessDecoder):
+    """Decodes in this process, once the test lets it go on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begun, self.open = threading.Event(), threading.Event()
 
-    def decode(self, task: MediaTask, data: bytes) -> DecodedMedia:
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         self.begun.set()
         assert self.open.wait(WAIT_S)
         return run_task(task, data)
@@ -85,7 +88,7 @@ class Encoder:
         return [torch.zeros(each.num_tokens(vision_parameters().merge_size), HIDDEN) for each in features]
 
 
-def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: Encoder) -> OmniService:
+def media_service(decoder: MediaDecoder, encoder: Encoder) -> OmniService:
     cache = EncoderCache(1 << 20)
     service = make_service(
         processor=ChatProcessor(
@@ -93,7 +96,7 @@ def media_service(decode: Callable[[MediaTask, bytes], DecodedMedia], encoder: E
             thinker_parameters(tokenizer().token_id),
             vision=vision_parameters(),
             audio=audio_parameters(),
-            decode=decode,
+            decoder=decoder,
         ),
         vision=EncoderLoop("vision_encoder", encoder, cache),
         encoder_cache=cache,
@@ -120,13 +123,13 @@ def post(url: str, content: bytes) -> httpx.Response:
 def large_picture() -> bytes:
     """A file of more than 64 KiB, of which a chat has few tokens."""
     found = png(noise_image(160, 160))
-    assert len(base64.b64encode(found)) > long_strings.LONG_BYTES
+    assert len(base64.b64encode(found)) > bodies.LONG_BYTES
     return found
 
 
 def test_a_stream_ends_while_a_medium_beside_it_is_being_decoded() -> None:
     gate = Gate()
-    with run_server(lambda: media_service(gate.decode, Encoder())) as url, ThreadPoolExecutor(1) as pool:
+    with run_server(lambda: media_service(gate, Encoder())) as url, ThreadPoolExecutor(1) as pool:
         with contextlib.ExitStack() as ending:
             ending.callback(gate.open.set)
             answer: Future[httpx.Response] = pool.submit(post, url, body(large_picture()))
@@ -150,13 +153,13 @@ def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
     gate.open.set()
     monkeypatch.setattr(routes, "parse_chat", seen.wrap("parse the body", routes.parse_chat))
     monkeypatch.setattr(media, "decode_base64", seen.wrap("decode base64", media.decode_base64))
-    monkeypatch.setattr(omni, "media_digests", seen.wrap("hash the features", omni.media_digests))
-    monkeypatch.setattr(omni, "_place", seen.wrap("place embeddings", omni._place))
+    monkeypatch.setattr(pipelines, "media_digests", seen.wrap("hash the features", pipelines.media_digests))
+    monkeypatch.setattr(pipelines, "place", seen.wrap("place embeddings", pipelines.place))
     monkeypatch.setattr(encoder, "encode", seen.wrap("encode", encoder.encode))
     # What the server's event loop itself runs, to know its thread.
     monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
-    decode = seen.wrap("decode the medium", gate.decode)
-    with run_server(lambda: media_service(decode, encoder)) as url:
+    monkeypatch.setattr(gate, "run", seen.wrap("decode the medium", gate.run))
+    with run_server(lambda: media_service(gate, encoder)) as url:
         answer = post(url, body(large_picture(), large_picture()))
     assert answer.status_code == 200
     (event_loop,) = seen.threads.pop("event loop")
@@ -177,12 +180,13 @@ def test_no_large_object_of_python_holds_a_body_or_a_medium() -> None:
     data = random.Random(5).randbytes(size)
     content, traced, received = body(data), [], []
 
-    def decode(task: MediaTask, data: bytes | memoryview) -> DecodedMedia:
-        traced.extend(tracemalloc.take_snapshot().traces)
-        received.append(bytes(data))
-        return run_task(task, png(noise_image(32, 32)))
+    class Traced(InProcessDecoder):
+        def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+            traced.extend(tracemalloc.take_snapshot().traces)
+            received.append(bytes(data))
+            return run_task(task, png(noise_image(32, 32)))
 
-    with run_server(lambda: media_service(decode, Encoder())) as url:
+    with run_server(lambda: media_service(Traced(), Encoder())) as url:
         tracemalloc.start(20)
         try:
             answer = post(url, content)
@@ -224,7 +228,7 @@ def test_embeddings_that_requests_share_are_in_large_arrays(monkeypatch: pytest.
     cached = cache.get(b"vision_encoder key")
     assert cached is not None
     kinds = np.array([0, 1, 1, 0, 1, 1], np.int64)
-    placed = omni._place(kinds, {1: [cached[:2], cached[2:]]}, torch.device("cpu"))
+    placed = pipelines.place(kinds, {1: [cached[:2], cached[2:]]}, torch.device("cpu"))
     for found in (cached, placed):
         assert torch.equal(found, embeddings)
         assert any(found.data_ptr() in block for block in blocks)
@@ -253,10 +257,12 @@ def test_what_a_url_or_a_file_gives_is_joined_in_another_thread(
     (tmp_path / "file").write_bytes(b"".join(parts))
     threads: set[int] = set()
 
-    async def load(source: str) -> bytes:
+    async def load(source: str) -> object:
         threads.add(threading.get_ident())
-        found = MediaSource(kind="image", source=source, param="image")
-        return await loader._read(found, 1 << 20)
+        part = MediaPart(kind="image", data=source, where="image")
+        (message,) = await loader.load([Message(role="user", parts=(part,))])
+        (loaded,) = message.parts
+        return loaded.data if isinstance(loaded, MediaPart) else None
 
     for source in ("http://127.0.0.1:9/picture", "file"):
         assert asyncio.run(load(source)) == b"".join(parts)
@@ -292,9 +298,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
         found["base64"].append(len(piece))
         return decode_base64(piece, **named)
 
-    content, plain, decode_base64 = long_strings._CONTENT, long_strings._BASE64, base64.b64decode
-    monkeypatch.setattr(long_strings, "_BASE64", Base64())
-    monkeypatch.setattr(long_strings, "_CONTENT", Pattern())
+    content, plain, decode_base64 = bodies._CONTENT, bodies._BASE64, base64.b64decode
+    monkeypatch.setattr(bodies, "_BASE64", Base64())
+    monkeypatch.setattr(bodies, "_CONTENT", Pattern())
     monkeypatch.setattr(base64, "b64decode", decode)
     yield found
     assert max([*found["base64"], *found["pattern"]], default=0) <= STEP_BYTES + 4
@@ -307,12 +313,12 @@ def test_a_medium_is_read_in_short_steps(
     """With and without line breaks."""
     data = random.Random(1).randbytes(3_000_000)
     encoded = encode(data).replace(b"\n", b"\\n")
-    short, found = long_strings.cut_long_strings(memoryview(b'{"a": "' + encoded + b'", "b": 1}'), 100, 1000)
-    (value,) = found.values()
-    assert long_strings.decode_base64(value.data, is_escaped=True) == data
+    cut = bodies.cut_long_strings(memoryview(b'{"a": "' + encoded + b'", "b": 1}'))
+    (value,) = cut.strings
+    assert bodies.decode_base64(value.data, is_escaped=True) == data
     assert len(steps["base64"]) == -(-len(encoded) // STEP_BYTES)
     assert not steps["pattern"], "base64 has no quote, which a search finds many times as fast"
-    assert len(short) < 1000
+    assert len(cut.join([cut.placeholder(0)])) < 1000
 
 
 @pytest.mark.parametrize("text", [b'\\"', b"\\\\", b'\\\\\\"', b'x\\"', b"\\u0022", b"\\"])
@@ -320,12 +326,11 @@ def test_texts_of_escapes_are_walked_once_in_short_steps(text: bytes, steps: dic
     """However the quotes fall: the pattern reads no byte twice, so that 100 MB of quotes take no longer than before."""
     inside = text * 400_000 if text != b"\\" else b"\\" * 800_000
     raw = b'["' + inside + b'", "rest"]'
-    _, found = long_strings.cut_long_strings(memoryview(raw), 100, 1000)
-    (value,) = found.values()
+    (value,) = bodies.cut_long_strings(memoryview(raw)).strings
     assert bytes(value.data) == inside
     assert sum(steps["pattern"]) <= len(inside) + 2 * len(steps["pattern"])
     with pytest.raises(binascii.Error):
-        long_strings.decode_base64(value.data, is_escaped=True)
+        bodies.decode_base64(value.data, is_escaped=True)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (0, 4), (), (1 << 20,), (8200, 1024)])

@@ -15,12 +15,15 @@ from preprocess_data import audio_parameters, noise_image, png, tokenizer, visio
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures, load_audio
-from mingc.media.image import VisionFeatures, load_image
+from mingc.media.audio import load_audio
+from mingc.media.decoding import InProcessDecoder
+from mingc.media.image import load_image
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.request import ChatRequest, Done, MediaPart, Message, SamplingParams, TextPart
+from mingc.runtime.request import ChatRequest, Done, SamplingParams
 from mingc.runtime.service.omni import OmniService
 
 VISION, AUDIO = (
@@ -83,7 +86,12 @@ CASES: dict[str, list[MediaPart]] = {
 def make_media_service() -> tuple[OmniService, ThinkerParameters]:
     thinker = thinker_parameters(tokenizer().token_id)
     processor = ChatProcessor(
-        tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), max_tokens=4096
+        tokenizer(),
+        thinker,
+        vision=vision_parameters(),
+        audio=audio_parameters(),
+        max_tokens=4096,
+        decoder=InProcessDecoder(),
     )
     service = make_service(
         processor=processor,
@@ -106,7 +114,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_encoders_run(
         sampling=SamplingParams(max_tokens=3),
     )
     # The context of the service is shorter than that of the processor, which refuses nothing here.
-    monkeypatch.setattr(service._loops[0].scheduler, "max_context", 200)
+    monkeypatch.setattr(service.thinker.scheduler, "max_context", 200)
     with pytest.raises(RequestError) as error:
         run(service, collect(service.chat(request)))
     assert error.value.code == "context_length_exceeded" and not calls
@@ -119,14 +127,14 @@ def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
     parts = CASES[case]
     service, thinker = make_media_service()
     prompts: list[ThinkerPrompt] = []
-    assert service._chat is not None
-    submit = service._chat.loop.submit
+    assert service.thinker is not None
+    submit = service.thinker.submit
 
     def note(prompt: ThinkerPrompt, *arguments: Any, **options: Any) -> int:
         prompts.append(prompt)
         return submit(prompt, *arguments, **options)
 
-    monkeypatch.setattr(service._chat.loop, "submit", note)
+    monkeypatch.setattr(service.thinker, "submit", note)
     request = ChatRequest(
         request_id="r",
         messages=(Message(role="user", parts=(*parts, TextPart(text="What is this?"))),),

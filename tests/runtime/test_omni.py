@@ -20,11 +20,11 @@ import torch
 from fake_omni import chat, collect, make_service, run, slow_down, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
 from fake_thinker import PAGE, make_prompt
-from held_resources import loop_resources, service_resources, wait_until_equal, wait_until_free
+from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
 from mingc.runtime import engine_thread
@@ -45,11 +45,12 @@ from mingc.runtime.request import (
     TextDone,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
-from mingc.runtime.service.omni import OmniService, _encoded, _prepare
+from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
-from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.service.pipelines import media_embeds
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
-from mingc.server.http.metrics import Metrics
+from mingc.server.metrics import Metrics
+from mingc.text.spoken import SpokenText
 
 
 def text_of(events: list[Event]) -> str:
@@ -240,13 +241,15 @@ def test_a_closed_iterator_frees_everything(name: str, monkeypatch: pytest.Monke
 
 def test_a_cancelled_task_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(slots=2, max_running=3)
+    thinker = service.thinker
+    assert thinker is not None
     slow_down(service, monkeypatch)
 
     async def cancel() -> None:
         before = service_resources(service, asyncio.get_running_loop())
         requests = [*REQUESTS, *LONG.values()]
         tasks = [asyncio.create_task(collect(start(service, request))) for request in requests]
-        while len(service._running) < len(tasks) or not service._loops[0].scheduler.num_waiting:
+        while service.held["requests"] < len(tasks) or not thinker.scheduler.num_waiting:
             await asyncio.sleep(0.001)
         for task in tasks:
             task.cancel()
@@ -276,8 +279,8 @@ def test_a_stop_string_stops_the_thinker_while_the_answer_is_spoken(monkeypatch:
     service = make_service()
     whole = text_of(run(service, collect(service.chat(chat("Hello", max_tokens=40)))))
     service = make_service()
-    assert service._chat is not None
-    loop, cancelled = service._chat.loop, []
+    assert service.thinker is not None
+    loop, cancelled = service.thinker, []
     cancel = loop.cancel
 
     def note(job: int) -> None:
@@ -361,7 +364,7 @@ def test_closing_fails_running_requests_and_refuses_new_ones() -> None:
 
     async def work() -> None:
         running = asyncio.create_task(collect(service.chat(chat("Hello", SpeechParams(), max_tokens=220))))
-        while not service._running:
+        while not service.held["requests"]:
             await asyncio.sleep(0)
         assert service.is_ready
         await service.close(shutdown_timeout_s=0)
@@ -397,7 +400,7 @@ def test_closing_lets_short_requests_finish() -> None:
 
     async def work() -> list[Event]:
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=5))))
-        while not service._running:
+        while not service.held["requests"]:
             await asyncio.sleep(0)
         await service.close(shutdown_timeout_s=30)
         return await running
@@ -416,17 +419,17 @@ def scrape(service: OmniService) -> tuple[float, int]:
 
 def test_metrics_count_pages_in_use_and_waiting_chats(monkeypatch: pytest.MonkeyPatch) -> None:
     service = make_service(max_running=1)
-    assert service._chat is not None
-    loop = service._chat.loop
+    assert service.thinker is not None
+    loop = service.thinker
     inside, go_on = threading.Event(), threading.Event()
-    prefill = loop._runner.prefill
+    prefill = loop.runner.prefill
 
     def held(step: Any) -> Any:
         inside.set()
         assert go_on.wait(30)
         return prefill(step)
 
-    monkeypatch.setattr(loop._runner, "prefill", held)
+    monkeypatch.setattr(loop.runner, "prefill", held)
 
     async def work() -> None:
         assert scrape(service) == (0.0, 0)
@@ -455,7 +458,7 @@ def test_a_dead_rank_fails_chats_but_not_speech() -> None:
     async def work() -> None:
         speech = asyncio.create_task(collect(service.speech(speech_request("Good morning.", seed=1))))
         running = asyncio.create_task(collect(service.chat(chat("Hello", max_tokens=220))))
-        while len(service._running_chats) < 1:
+        while service.held["chat requests"] < 1:
             await asyncio.sleep(0)
         service.fail(WorkerError("rank 1 ended"))
         with pytest.raises(WorkerError, match="rank 1"):
@@ -475,9 +478,9 @@ def test_a_service_may_be_used_from_a_second_event_loop() -> None:
     async def first() -> list[Event]:
         return await collect(service.chat(chat("Hello", seed=1)))
 
-    before = loop_resources(service)
+    before = service.held
     events = asyncio.run(first())
-    wait_until_equal(before, lambda: loop_resources(service))
+    wait_until_equal(before, lambda: service.held)
     assert text_of(events) == text_of(run(service, first()))
 
 
@@ -543,7 +546,7 @@ def test_media_of_a_client_that_left_while_they_were_decoded_are_not_encoded() -
         stream = RequestStream(cast(EventQueue, None))
         if is_gone:
             stream.close()
-        _prepare(pipeline, lambda: prepared, Timings(), stream)
+        pipeline.prepare(lambda: prepared, Timings(), stream)
         assert submitted == ["vision"]
     asyncio.run(service.close(shutdown_timeout_s=0))
 
@@ -576,7 +579,7 @@ def test_a_closed_service_leaves_no_decoder_process() -> None:
     decoders = DecoderPool()
     decoders.start()
     (pid,) = decoders.pids
-    service = make_service(decoders=decoders)
+    service = make_service(media=decoders)
     asyncio.run(service.close(shutdown_timeout_s=0))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -589,7 +592,7 @@ def test_a_request_that_leaves_withdraws_all_of_its_media() -> None:
 
     async def leave() -> None:
         kinds = np.array([VISION, VISION, AUDIO, AUDIO], np.int64)
-        waiting = asyncio.create_task(_encoded(kinds, futures, torch.device("cpu")))
+        waiting = asyncio.create_task(media_embeds(kinds, futures, torch.device("cpu")))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -607,7 +610,7 @@ def test_embeddings_of_a_single_medium_are_not_copied_on_the_host() -> None:
         for future, tensor in zip(futures, tensors, strict=True):
             future.set_result(tensor)
         kinds = np.repeat(np.array([WORD, VISION, WORD], np.int64), [2, sum(map(len, tensors)), 3])
-        return asyncio.run(_encoded(kinds, {VISION: futures}, device))
+        return asyncio.run(media_embeds(kinds, {VISION: futures}, device))
 
     cpu, gpu = torch.device("cpu"), torch.device("meta")  # which stands for a device
     first, second = torch.rand(4, 3), torch.rand(5, 3)
@@ -635,15 +638,15 @@ def test_embeddings_of_several_media_are_placed_in_their_order_and_dtype(dtype: 
         [*futures[VISION], *futures[AUDIO]], [rows[:1], rows[3:], rows[1:3]], strict=True
     ):
         future.set_result(tensor)
-    placed = asyncio.run(_encoded(kinds, futures, torch.device("cpu")))
+    placed = asyncio.run(media_embeds(kinds, futures, torch.device("cpu")))
     assert placed.dtype == dtype and torch.equal(placed, rows)
 
 
 def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = EncoderCache(10_000)
     service = make_service(talkers=2, encoder_cache=cache)
-    assert service._chat is not None and service._speech is not None
-    scheduler, talkers = service._chat.loop.scheduler, service._speech.talkers
+    assert service.thinker is not None
+    scheduler, talkers = service.thinker.scheduler, service._speech.talkers
 
     def fix(owner: Any, **values: Any) -> None:
         """Properties of one object: those of its class return the value for it."""
@@ -655,7 +658,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
     scheduler.num_prefilled, scheduler.num_reused, scheduler.pool.num_evicted = 30, 40, 50
     fix(cache, num_hits=60, num_misses=70, num_bytes=80)
     fix(talkers, num_waiting=3, listeners={"late": 4}, num_underruns=9)
-    fix(service._chat.loop.expert_usage, totals={1: (2, 8.0)})
     service._memory = (MemoryUse(device="cpu", owner="kv_pages", num_bytes=1),)
     total = scheduler.pool.num_pages - 1
     try:
@@ -673,7 +675,6 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
             listeners={"late": 4},
             num_underruns=9,
             memory=service._memory,
-            experts_read={1: (2, 8.0)},
         )
     finally:
         monkeypatch.undo()
@@ -711,44 +712,34 @@ def test_what_a_spoken_chat_gives_to_its_parts(
         monkeypatch.setattr(kind, "__init__", init)
 
     record(SpeechStream)
+    record(SpokenText)
     record(ChatOutputProcessor)
     service = make_service(max_pending=17)
     spoken = chat("Hello there", SpeechParams(voice="bob", seed=speech_seed), seed=chat_seed)
     done = done_of(run(service, collect(service.chat(replace(spoken, is_live=is_live)))))
-    stream, processor = given
+    stream, spoken_text, processor = given
     assert (stream["max_pending_patches"], stream["is_live"]) == (17, is_live)
     assert noise_seed is None or stream["noise"] == PhiloxNoise(noise_seed)
-    assert processor["is_reproducible"] is is_reproducible
+    assert spoken_text["is_reproducible"] is is_reproducible
     assert processor["sample_rate"] == SAMPLE_RATE
     assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
-    assert processor["max_segment_length"] == service.max_segment_length > 0
 
 
 @pytest.mark.parametrize("is_live", [False, True])
-def test_what_a_speech_request_gives_to_its_stream(is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[bool] = []
-    real = TalkerLoop.open
-
-    def record(self: TalkerLoop, *arguments: Any, is_live: bool = False) -> int:
-        opened.append(is_live)
-        return real(self, *arguments, is_live=is_live)
-
-    monkeypatch.setattr(TalkerLoop, "open", record)
+def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
-    run(service, collect(service.speech(replace(speech_request("Hello there."), is_live=is_live))))
-    assert opened == [is_live]
+
+    async def num_listeners() -> int:
+        request = replace(speech_request("Hello there."), is_live=is_live)
+        async with contextlib.aclosing(service.speech(request)) as events:
+            await anext(events)
+            return sum(service.load.listeners.values())
+
+    assert run(service, num_listeners()) == is_live
 
 
-def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speech_with_given_noise_is_reproducible() -> None:
     """As `mingc verify` asks for it, without a seed."""
-    given: list[dict[str, Any]] = []
-    begin = ChatOutputProcessor.__init__
-
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        given.append(named)
-        begin(self, *arguments, **named)
-
-    monkeypatch.setattr(ChatOutputProcessor, "__init__", init)
     service = make_service()
 
     def ask(noise: NoiseSource | None) -> AsyncIterator[Event]:
@@ -761,7 +752,6 @@ def test_speech_with_given_noise_is_reproducible(monkeypatch: pytest.MonkeyPatch
         return [audio_of(await collect(ask(noise))) for noise in (PhiloxNoise(3), PhiloxNoise(3), None)]
 
     first, second, other = run(service, work())
-    assert [each["is_reproducible"] for each in given] == [True, True, False]
     np.testing.assert_array_equal(first, second)
     assert first.shape != other.shape or not np.array_equal(first, other)
 

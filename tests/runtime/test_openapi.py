@@ -12,11 +12,12 @@ from fake_service import SPEECH_ONLY, FakeService
 from openapi_fuzz import fuzz
 from server_thread import run_server
 
-from mingc.server.http import openapi
+from mingc.server.app import create_app
+from mingc.server.error_objects import ErrorResponse
+from mingc.server.http import response_schemas
 from mingc.server.http.openapi import openapi_document
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.request_schemas import ChatBody, SpeechBody
-from mingc.server.http.server import create_app
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 
@@ -89,7 +90,7 @@ def test_operations_of_the_document() -> None:
 
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
-    for body in (ChatBody, SpeechBody):
+    for body in (CHAT_BODY, SPEECH_BODY):
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -103,15 +104,15 @@ def test_responses_are_those_of_the_document(url: str) -> None:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         spoken = {**body, "modalities": ["text", "audio"]}
         for response, type_ in (
-            (http.post(CHAT, json=body), openapi.ChatCompletion),
-            (http.post(CHAT, json=spoken), openapi.ChatCompletion),
-            (http.post(CHAT, json={}), openapi.ErrorResponse),
-            (http.get("/v1/models"), openapi.ModelList),
-            (http.get("/v1/models/ming-omni"), openapi.ModelObject),
-            (http.get("/v1/models/other"), openapi.ErrorResponse),
-            (http.get("/v1/audio/voices"), openapi.VoiceList),
-            (http.get("/health"), openapi.HealthResponse),
-            (http.get("/ready"), openapi.ReadyResponse),
+            (http.post(CHAT, json=body), response_schemas.ChatCompletion),
+            (http.post(CHAT, json=spoken), response_schemas.ChatCompletion),
+            (http.post(CHAT, json={}), ErrorResponse),
+            (http.get("/v1/models"), response_schemas.ModelList),
+            (http.get("/v1/models/ming-omni"), response_schemas.ModelObject),
+            (http.get("/v1/models/other"), ErrorResponse),
+            (http.get("/v1/audio/voices"), response_schemas.VoiceList),
+            (http.get("/health"), response_schemas.HealthResponse),
+            (http.get("/ready"), response_schemas.ReadyResponse),
         ):
             assert msgspec.json.decode(response.content, type=type_)
         assert http.get("/openapi.json").content == openapi_document()
@@ -120,7 +121,7 @@ def test_responses_are_those_of_the_document(url: str) -> None:
 def test_a_voice_list_without_a_default_fits() -> None:
     with run_server(lambda: FakeService(SPEECH_ONLY)) as url:
         assert msgspec.json.decode(
-            httpx.get(f"{url}/v1/audio/voices", trust_env=False).content, type=openapi.VoiceList
+            httpx.get(f"{url}/v1/audio/voices", trust_env=False).content, type=response_schemas.VoiceList
         )
 
 

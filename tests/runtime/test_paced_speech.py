@@ -12,7 +12,6 @@ from fake_omni import chat, collect, make_service, run, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE, TAIL, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
-from held_resources import talker_resources
 from listeners import Clock, Listener, run_to_end
 
 from mingc.runtime.request import AudioDelta, Done, Event
@@ -24,7 +23,7 @@ PATCH_S = PATCH_SAMPLES / SAMPLE_RATE
 
 def launched(loop: TalkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every patch, as they are launched."""
-    worker, sizes = loop._worker, list[int]()
+    worker, sizes = loop.worker, list[int]()
     launch = worker.launch
 
     def record(slots: Sequence[int]) -> None:
@@ -57,7 +56,7 @@ def test_paced_speech_has_the_samples_of_speech_made_at_once(depth: int, slots: 
         expected.append(alone.segments(3))
     clock = Clock()
     loop = make_talker_loop(make_talker_worker(slots=slots, depth=depth), speech_lead=2, clock=clock)
-    before = talker_resources(loop)
+    before = loop.held
     listeners = [Listener(loop, *pieces_of(seed), is_live=seed % 3 > 0) for seed in range(10)]
     run_to_end(loop, clock, listeners)
     for listener, waves in zip(listeners, expected, strict=True):
@@ -65,7 +64,7 @@ def test_paced_speech_has_the_samples_of_speech_made_at_once(depth: int, slots: 
             np.testing.assert_allclose(wave, alone_wave, rtol=0, atol=1e-6)
         loop.cancel(listener.stream)
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 @pytest.mark.parametrize("lead", [0, 1, 2, 3, 4])
@@ -89,9 +88,8 @@ def test_a_stream_that_is_ahead_takes_no_part_in_patches_and_the_thread_sleeps_u
     assert ahead.take() == 3, "three patches before the first one has left, and no more"
     assert loop.listeners == {"starting": 0, "playing": 1, "late": 0, "paused": 0}
     run_until_idle(loop)
-    assert loop._idle_s() == pytest.approx(PATCH_S - TAIL / SAMPLE_RATE)
-    clock.now = loop._due_at
-    assert loop._idle_s() == 0.0
+    assert loop.due_at - clock.now == pytest.approx(PATCH_S - TAIL / SAMPLE_RATE)
+    clock.now = loop.due_at
     run_until_idle(loop)
     assert len(ahead.items) == 4
     whole = Listener(loop, segment(seed=2, patches=20), is_live=False)
@@ -159,7 +157,7 @@ def test_a_segment_that_is_not_due_leaves_the_slot_to_others() -> None:
     assert loop.scheduler.num_running == 0, (
         "the second segment is not admitted before its patch may be launched"
     )
-    assert loop._idle_s() == pytest.approx(PATCH_S)
+    assert loop.due_at - clock.now == pytest.approx(PATCH_S)
     run_to_end(loop, clock, [first])
     assert len(first.items) == 7 and loop.num_underruns == 0
     assert clock.now > 2 * PATCH_S, "one clock for all of its segments"
@@ -168,7 +166,7 @@ def test_a_segment_that_is_not_due_leaves_the_slot_to_others() -> None:
 def test_a_listener_that_takes_nothing_is_paused_and_fails_like_one_that_stops_reading() -> None:
     clock = Clock()
     loop = make_talker_loop(speech_lead=3, slow_client_timeout_s=60.0, clock=clock)
-    before = talker_resources(loop)
+    before = loop.held
     stuck = Listener(loop, segment(patches=30), is_stuck=True)
     run_until_idle(loop)
     for clock.now in (0.1, 59.0):
@@ -177,7 +175,7 @@ def test_a_listener_that_takes_nothing_is_paused_and_fails_like_one_that_stops_r
     clock.now = 61.0
     run_until_idle(loop)
     assert stuck.error().status == 408
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_patches_that_come_late_are_counted() -> None:
@@ -212,11 +210,11 @@ def test_a_segment_that_becomes_due_during_a_step_is_not_slept_over() -> None:
         clock.now += 0.1 * PATCH_S
     run_until_idle(loop)
     assert loop.scheduler.num_waiting == 1, "its second segment is not due yet"
-    before, after = loop._due_at - 1e-6, loop._due_at + 1e-6
+    before, after = loop.due_at - 1e-6, loop.due_at + 1e-6
     readings = [before]
     loop._clock = lambda: readings.pop() if readings else after
     assert not run_step(loop) and not readings
-    assert loop._idle_s() == 0.0
+    assert loop.due_at <= after
 
 
 def test_speech_is_not_held_any_more_when_pacing_stops() -> None:
@@ -239,8 +237,7 @@ def test_speech_is_not_held_any_more_when_pacing_stops() -> None:
 def test_a_service_that_closes_lets_its_listeners_have_the_rest() -> None:
     """At the speed of its playback it would be cut off: here that stands still."""
     service = make_service(speech_lead=2)
-    assert service._speech is not None
-    service._speech.talkers.loops[0]._clock = lambda: 0.0
+    service.talkers[0]._clock = lambda: 0.0
     text = speech_request("One sentence with several words in it, and then another one. And a third.", seed=4)
 
     async def listen_and_close() -> list[Event]:

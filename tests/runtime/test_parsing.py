@@ -21,13 +21,13 @@ from openai.types.chat import (
 from openai.types.chat import chat_completion_content_part_image_param as image_param
 
 from mingc.errors import RequestError
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams, TextPart, VideoParams
-from mingc.server.http.body_decoder import MAX_COMMAS
-from mingc.server.http.messages import MediaSource
-from mingc.server.http.options import ServeOptions
+from mingc.prompts.conversation import MediaPart, TextPart, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
+from mingc.server.error_objects import error_response
+from mingc.server.http.body import MAX_COMMAS
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
-from mingc.server.http.request_schemas import AssistantMessage, ChatBody, SpeechBody
-from mingc.server.http.response_schemas import error_body
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, AssistantMessage
+from mingc.server.options import ServeOptions
 
 OPTIONS = ServeOptions()
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -73,19 +73,8 @@ def test_all_sampling_fields() -> None:
     assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)
 
 
-def test_neutral_values_of_unsupported_fields_pass() -> None:
-    chat(
-        n=1, tools=[], tool_choice="none", logprobs=False, logit_bias={}, frequency_penalty=0.0, presence_penalty=0,
-        response_format={"type": "text"}, top_k=-1, user="u", metadata={"a": "b"}, store=True, service_tier="auto",
-        stop=None, seed=None, audio=None, images=None, max_tokens=None, parallel_tool_calls=True,
-        verbosity="medium", reasoning_effort="none", functions=[], function_call="auto", top_logprobs=0,
-    )  # fmt: skip
-    answer = {
-        "role": "assistant",
-        "content": "a",
-        "tool_calls": [],
-        "function_call": None,
-    }  # as SDKs send it back
+def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
+    answer = {"role": "assistant", "content": "a", "tool_calls": [], "function_call": None}
     chat(messages=[*HELLO, answer, *HELLO])
     assert chat(top_k=-1).sampling.top_k == 0, "off"
     for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
@@ -96,19 +85,7 @@ def test_fields_of_vllm_are_served_or_request_nothing() -> None:
     call = chat(stop_token_ids=[5, 7.0], min_tokens=3, max_tokens=4)
     assert call.sampling == SamplingParams(max_tokens=4, stop_token_ids=(5, 7), min_tokens=3)
     assert chat(min_tokens=4, max_tokens=4).sampling.min_tokens == 4
-    assert chat(
-        n=1, best_of=1, use_beam_search=False, length_penalty=1.0, skip_special_tokens=True,
-        spaces_between_special_tokens=True, include_stop_str_in_output=False, prompt_logprobs=None, echo=False,
-        add_generation_prompt=True, continue_final_message=False, add_special_tokens=False, priority=0,
-        min_tokens=0, stop_token_ids=[], chat_template_kwargs={},
-    ) == chat()  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
-@pytest.mark.parametrize("is_on", [True, False])
-def test_templates_kwargs_switch_thinking(name: str, is_on: bool) -> None:
-    assert chat(chat_template_kwargs={name: is_on}).thinking == is_on
-    assert chat(chat_template_kwargs={name: is_on}, thinking=is_on).thinking == is_on
+    assert chat(min_tokens=0, stop_token_ids=[], chat_template_kwargs={}) == chat()
 
 
 def test_messages_keep_their_roles_in_order() -> None:
@@ -126,11 +103,11 @@ def test_parts_keep_their_order_and_path() -> None:
     (message,) = chat(messages=[{"role": "user", "content": content}]).messages
     where = "messages[0].content"
     assert message.parts == (
-        MediaSource(kind="image", source="data:image/png;base64,AA==", param=f"{where}[0].image_url.url"),
+        MediaPart(kind="image", data="data:image/png;base64,AA==", where=f"{where}[0].image_url.url"),
         TextPart(text="Hi"),
-        MediaSource(kind="audio", source="AAAA", param=f"{where}[2].input_audio.data", is_base64=True),
-        MediaSource(kind="video", source="v.mp4", param=f"{where}[3].video_url.url"),
-        MediaSource(kind="audio", source="a.wav", param=f"{where}[4].audio_url.url"),
+        MediaPart(kind="audio", data="AAAA", where=f"{where}[2].input_audio.data", is_base64=True),
+        MediaPart(kind="video", data="v.mp4", where=f"{where}[3].video_url.url"),
+        MediaPart(kind="audio", data="a.wav", where=f"{where}[4].audio_url.url"),
     )
 
 
@@ -142,16 +119,16 @@ def test_media_lists_go_into_the_first_user_message() -> None:
         {"role": "user", "content": "Three"},
     ]
     turns = chat(messages=messages, images=["i"], audios=["a", "b"], videos=["v"]).messages
-    kinds = [part.kind if isinstance(part, MediaSource) else part.text for part in turns[1].parts]
+    kinds = [part.kind if isinstance(part, MediaPart) else part.text for part in turns[1].parts]
     assert kinds == ["image", "One", "audio", "audio", "video"]
     assert [len(turn.parts) for turn in turns] == [1, 5, 1, 1]
-    params = [part.param for part in turns[1].parts if isinstance(part, MediaSource)]
+    params = [part.where for part in turns[1].parts if isinstance(part, MediaPart)]
     assert params == ["images[0]", "audios[0]", "audios[1]", "videos[0]"]
 
 
 def test_empty_text_is_allowed_with_media() -> None:
     (message,) = chat(messages=[{"role": "user", "content": ""}], audios=["a"]).messages
-    assert [type(part) for part in message.parts] == [MediaSource]
+    assert [type(part) for part in message.parts] == [MediaPart]
 
 
 def test_speech_of_a_chat() -> None:
@@ -171,9 +148,6 @@ def test_speech_request() -> None:
     assert call.speech == SpeechParams(voice="Lina", instructions="slow", seed=1, max_steps=9)
     assert (call.text, call.audio_format, call.delivery) == ("Hello.", "pcm16", "whole")
     assert speech().speech.voice == "DB30"
-    assert speech(stream_format="sse").delivery == "sse"
-    assert speech(stream_format="audio", stream=True).delivery == "audio"
-    assert speech(stream=True).delivery == "audio"
     assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
 
 
@@ -187,13 +161,6 @@ def test_numbers_of_speech_keep_their_names() -> None:
 def test_seeds_of_64_bits_are_accepted_and_differ(seed: int) -> None:
     for parsed in (chat(seed=seed).sampling.seed, speech(seed=seed).speech.seed):
         assert parsed is not None and (parsed - seed) % (1 << 64) == 0 and 0 <= parsed < 1 << 64
-
-
-@pytest.mark.parametrize("seed", [-(1 << 63) - 1, 1 << 64])
-def test_longer_seeds_are_refused(seed: int) -> None:
-    with pytest.raises(RequestError) as caught:
-        chat(seed=seed)
-    assert caught.value.param == "seed"
 
 
 def test_the_longest_allowed_speech_is_accepted() -> None:
@@ -225,48 +192,46 @@ def test_every_field_of_the_openai_client_is_known() -> None:
         **get_type_hints(completion_create_params.CompletionCreateParamsNonStreaming),
         **get_type_hints(completion_create_params.CompletionCreateParamsStreaming),
     }
-    assert {*sent} <= {*ChatBody.__struct_fields__}
-    assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SpeechBody.__struct_fields__}
+    assert {*sent} <= {*CHAT_BODY.__struct_fields__}
+    assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SPEECH_BODY.__struct_fields__}
     answer = {*ChatCompletionMessage.model_fields} | {*get_type_hints(ChatCompletionAssistantMessageParam)}
     assert answer - {"role"} <= {*AssistantMessage.__struct_fields__}
-
-
-def test_fields_of_the_openai_client_that_mingc_has_no_use_for_are_ignored() -> None:
-    ignored = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "safety_identifier": "s",
-        "service_tier": "flex",
-    }
-    assert chat(**ignored, prompt_cache_key="k") == chat()
 
 
 @pytest.mark.parametrize("detail", get_args(get_type_hints(image_param.ImageURL)["detail"]))
 def test_every_detail_of_the_openai_client_is_accepted(detail: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "a.png", "detail": detail}}
     (message,) = chat(messages=[{"role": "user", "content": [image]}]).messages
-    assert [part.source for part in message.parts if isinstance(part, MediaSource)] == ["a.png"]
+    assert [part.data for part in message.parts if isinstance(part, MediaPart)] == ["a.png"]
 
 
 @pytest.mark.parametrize("name", ["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"])
 def test_clips_of_every_container_are_accepted(name: str) -> None:
     clip = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": name}}
     (message,) = chat(messages=[{"role": "user", "content": [clip]}]).messages
-    assert [type(part) for part in message.parts] == [MediaSource]
+    assert [type(part) for part in message.parts] == [MediaPart]
+
+
+COUNT = ((1, 1 << 24), (0, (1 << 24) + 1))
+PIXELS = ((1, 1 << 30), (0, (1 << 30) + 1))
 
 
 @pytest.mark.parametrize(
     ("name", "ends", "beyond"),
     [
         ("temperature", (0, 2), (-0.01, 2.01)),
-        ("top_p", (0.001, 1), (0, 1.01)),
+        ("top_p", (1e-6, 1), (0, 1.0001)),
         ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
         ("min_p", (0, 1), (-0.01, 1.01)),
         ("repetition_penalty", (0.01, 10), (0.009, 10.1)),
-        ("max_tokens", (1, 1 << 24), (0, (1 << 24) + 1)),
-        ("video_fps", (0.1, 1000), (0, 1001)),
-        ("video_max_pixels", (1, 1 << 30), (0, (1 << 30) + 1)),
+        ("max_tokens", *COUNT),
+        ("max_completion_tokens", *COUNT),
+        ("seed", (-(1 << 63), (1 << 64) - 1), (-(1 << 63) - 1, 1 << 64)),
+        ("video_fps", (1e-6, 1000), (0, 1000.5)),
+        ("video_max_frames", *COUNT),
+        ("video_min_pixels", *PIXELS),
+        ("video_max_pixels", *PIXELS),
+        ("video_total_pixels", *PIXELS),
         ("guidance", (0, 20), (-0.1, 20.1)),
         ("sigma", (0, 10), (-0.1, 10.1)),
         ("audio.temperature", (0, 2), (-0.01, 2.01)),
@@ -367,7 +332,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1] * 17}, "stop_token_ids", "at most 16"),
     ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking", "a boolean"),
     ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs.tone", "Unknown"),
-    ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradict"),
+    ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradicts"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
     ({"guided_json": {"type": "object"}}, "guided_json", "not constrained"),
@@ -434,11 +399,10 @@ def test_every_error_has_the_form_of_openai(
     for body, param, _ in bodies:
         with pytest.raises(RequestError) as caught:
             send(**body)
-        (error,) = error_body(caught.value).values()
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert error["message"] and error["message"].isprintable()
-        assert (error["type"], error["param"]) == ("invalid_request_error", param)
-        assert re.fullmatch("[a-z_]+", error["code"] or "")
+        error = error_response(caught.value).error
+        assert error.message and error.message.isprintable()
+        assert (error.type, error.param) == ("invalid_request_error", param)
+        assert re.fullmatch("[a-z_]+", error.code or "")
 
 
 @pytest.mark.parametrize(
@@ -508,22 +472,6 @@ def test_malformed_json(raw: bytes, words: str) -> None:
     assert caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize(
-    ("raw", "param"),
-    [
-        (b'{"messages": 5, "messages": [{"role": "user", "content": "a"}]}', "messages"),
-        (b'{"messages": [{"role": "user", "content": 5, "content": "a"}]}', "messages[0].content"),
-    ],
-)
-def test_a_key_given_twice_with_a_wrong_value_is_reported_as_such(raw: bytes, param: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_chat(raw, INFO, OPTIONS)
-    assert (caught.value.param, caught.value.message) == (
-        param,
-        f"'{param}' is given more than once: send one value.",
-    )
-
-
 def test_choices_of_several_structs_are_listed_once() -> None:
     with pytest.raises(RequestError) as caught:
         chat(messages=[{"role": "user", "content": [{"type": "txt", "text": "a"}]}])
@@ -551,7 +499,7 @@ def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"stream": "x" * 5000}, f"'stream' must be a boolean, not a string (\"{'x' * 58}…)."),
+        ({"stream": "x" * 5000}, "'stream' must be a boolean, not a string."),
         ({"stream": [0] * 5000}, "'stream' must be a boolean, not an array."),
         ({"stream": {"x": "y" * 5000}}, "'stream' must be a boolean, not an object."),
         ({"messages": [{"role": "x" * 5000}]}, f'"{"x" * 58}… is not a supported value'),
@@ -561,12 +509,6 @@ def test_large_values_are_shortened_in_errors(body: dict[str, Any], message: str
     with pytest.raises(RequestError) as caught:
         chat(**body)
     assert caught.value.message.startswith(message)
-
-
-def test_a_wrong_type_in_malformed_json_is_reported_as_malformed() -> None:
-    with pytest.raises(RequestError, match="not valid JSON") as caught:
-        parse_chat(b'{"stream": "x", "n": [}', INFO, OPTIONS)
-    assert caught.value.code == "invalid_json"
 
 
 def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
@@ -702,7 +644,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "video_fps",
         "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
     }  # fmt: skip
-    assert {*ChatBody.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
+    assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 
 
 @pytest.mark.parametrize(
@@ -719,36 +661,6 @@ def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
             speech(**{name: value})
 
 
-COUNT = ((1, 1 << 24), (0, (1 << 24) + 1))
-PIXELS = ((1, 1 << 30), (0, (1 << 30) + 1))
-
-
-@pytest.mark.parametrize(
-    ("name", "ends", "beyond"),
-    [
-        ("max_tokens", *COUNT),
-        ("max_completion_tokens", *COUNT),
-        ("video_max_frames", *COUNT),
-        ("video_min_pixels", *PIXELS),
-        ("video_max_pixels", *PIXELS),
-        ("video_total_pixels", *PIXELS),
-        ("seed", (-(1 << 63), (1 << 64) - 1), (-(1 << 63) - 1, 1 << 64)),
-        ("video_fps", (1e-6, 1000), (0, 1000.5)),
-        ("top_p", (1e-6, 1), (0, 1.0001)),
-        ("top_k", (-1, 1 << 24), (-2, (1 << 24) + 1)),
-    ],
-)
-def test_whole_numbers_of_a_chat_up_to_both_ends(
-    name: str, ends: tuple[float, float], beyond: tuple[float, float]
-) -> None:
-    for value in ends:
-        chat(**{name: value})
-    for value in beyond:
-        with pytest.raises(RequestError) as caught:
-            chat(**{name: value})
-        assert (caught.value.param, caught.value.code) == (name, "invalid_value")
-
-
 @pytest.mark.parametrize("name", ["max_steps", "max_new_tokens"])
 def test_steps_of_speech_have_two_names(name: str) -> None:
     for value in (1, 1 << 24, 7.0):
@@ -760,7 +672,7 @@ def test_steps_of_speech_have_two_names(name: str) -> None:
             chat(**spoken(**{name: value}))
         assert caught.value.param == f"audio.{name}"
     assert speech(max_steps=3, max_new_tokens=3).speech.max_steps == 3
-    with pytest.raises(RequestError, match="'max_steps' is 3 and 'max_new_tokens' is 4") as caught:
+    with pytest.raises(RequestError, match=r"max_new_tokens' is 4 and 'audio\.max_steps' is 3") as caught:
         chat(**spoken(max_steps=3, max_new_tokens=4))
     assert caught.value.param == "audio.max_new_tokens"
 
@@ -803,6 +715,7 @@ def test_a_stream_of_speech_is_asked_for_in_two_ways() -> None:
         ({"stream_format": "audio"}, "audio"),
         ({"stream_format": "sse"}, "sse"),
         ({"stream": True, "stream_format": "sse"}, "sse"),
+        ({"stream": True, "stream_format": "audio"}, "audio"),
     ):
         assert speech(**fields).delivery == delivery
 
@@ -823,6 +736,8 @@ def test_formats_of_speech() -> None:
     [
         ({}, False, None),
         ({"thinking": True}, True, None),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True, None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False, None),
         ({"thinking": True, "chat_template_kwargs": {"enable_thinking": True, "thinking": True}}, True, None),
         ({"thinking": False, "chat_template_kwargs": {"thinking": False}}, False, None),
         ({"chat_template_kwargs": {"enable_thinking": None, "thinking": True}}, True, None),
@@ -855,6 +770,6 @@ def test_switches_of_thinking_must_agree(
     if param is None:
         assert chat(**fields).thinking is thinks
         return
-    with pytest.raises(RequestError, match="contradict each other") as caught:
+    with pytest.raises(RequestError, match="they mean the same, send one") as caught:
         chat(**fields)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")

@@ -68,14 +68,14 @@ def submit(loop: ThinkerLoop, prompt: ThinkerPrompt, *, max_tokens: int = 6, **s
     collector = Collector()
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
     keys = loop.page_keys(prompt)
-    loop.submit(prompt, params, 1, collector.put, keys=keys, records_logits=True)
+    loop.submit(prompt, params, 1, collector.put, keys=keys, recorder=collector.recorder)
     return collector
 
 
 def result(collector: Collector) -> Answer:
     tokens = collector.tokens()
     items = [item for item in collector.items if isinstance(item, TokenItem)]
-    return Answer(tokens, np.stack([item.logits for item in items]), items[-1].reused_tokens)
+    return Answer(tokens, np.stack(collector.recorder.logits), items[-1].reused_tokens)
 
 
 def ask(loop: ThinkerLoop, prompt: ThinkerPrompt, **sampling: Any) -> Answer:

@@ -13,8 +13,9 @@ from fake_service import FakeService
 
 from mingc.errors import RankError, ServeError
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve_async
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve_async
+from mingc.server.options import ServeOptions
 
 _CPU = torch.device("cpu")
 _EXIT = """

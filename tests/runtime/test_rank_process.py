@@ -102,24 +102,13 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
     graph = SimpleNamespace(text_decoder=lambda: "decoder")
     opened: list[Path] = []
 
-    manifest: Any = object()
+    manifest: Any = SimpleNamespace(graph=graph)
 
     def open_unchecked(root: Path) -> Artifact:
         opened.append(root)
         return Artifact(root=root, manifest=manifest)
 
-    def target_view(given: object, target: str | None) -> Any:
-        assert given is manifest and target == "rtx:sm89"
-        return SimpleNamespace(graph=graph)
-
-    def with_engines(artifact: Any, words: tuple[str, ...], *, loads: tuple[str, ...]) -> Any:
-        assert (words, loads) == (("decoder=onnx",), ("decoder",))
-        assert artifact.manifest.graph is graph, "that of the target"
-        return artifact
-
     monkeypatch.setattr(rank_process, "open_unchecked", open_unchecked)
-    monkeypatch.setattr(rank_process, "target_view", target_view)
-    monkeypatch.setattr(rank_process, "with_engines", with_engines)
     monkeypatch.setattr(rank_process, "load_stage", load)
     monkeypatch.setattr(rank_process, "create_worker", create_worker)
     monkeypatch.setattr(rank_process, "watch_pipe", watch)
@@ -140,8 +129,6 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         step_socket=theirs.detach(),
         parent_pipe=read,
         options=StepOptions(is_static=True, max_chunk=16),
-        engines=("decoder=onnx",),
-        target="rtx:sm89",
     )
     monkeypatch.setattr(sys, "argv", ["rank_process", json.dumps(encode(config))])
 

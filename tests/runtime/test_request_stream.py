@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingc.runtime.request_stream import EventQueue, PatchItem, RequestStream, TokenItem
+from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import EventQueue, RequestStream, TokenItem
 
 
 def token(number: int) -> TokenItem:
@@ -106,13 +107,7 @@ def test_a_closed_stream_drops_what_it_holds_and_what_is_under_way() -> None:
 def test_patches_count_from_put_to_get() -> None:
     async def main() -> None:
         stream = RequestStream(EventQueue(asyncio.get_running_loop()))
-        patch = PatchItem(
-            samples=np.zeros(4, np.float32),
-            latents=np.zeros((1, 2), np.float32),
-            stop_probability=0.1,
-            is_segment_end=False,
-            is_capped=False,
-        )
+        patch = AudioDelta(samples=np.zeros(4, np.float32))
         counts = []
         for item in (patch, token(1), patch):
             stream.put(item)

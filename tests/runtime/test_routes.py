@@ -18,31 +18,23 @@ from fake_service import FakeService
 from starlette.requests import Request
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.request import (
-    ChatRequest,
-    SamplingParams,
-    ServiceLoad,
-    SpeechParams,
-    SpeechRequest,
-    TextPart,
-    VideoParams,
-)
-from mingc.runtime.request import Message as RequestMessage
-from mingc.server.http.body_budget import FREE_BYTES, BodyBudget
-from mingc.server.http.media import MediaLoader
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
+from mingc.prompts.conversation import Message as RequestMessage
+from mingc.prompts.conversation import TextPart, VideoParams
+from mingc.runtime.request import ChatRequest, SamplingParams, ServiceLoad, SpeechParams, SpeechRequest
+from mingc.server.app import create_app
+from mingc.server.http.body import FREE_BYTES, BodyBudget, read_body
 from mingc.server.http.routes import (
     GenerationRoute,
     Handler,
+    HttpState,
     RequestBody,
-    ServerState,
     handle_chat,
     handle_speech,
-    read_body,
 )
-from mingc.server.http.server import create_app
 from mingc.server.http.streaming import ResponseWriter
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
+from mingc.server.state import ServerState
 
 CHAT = "/v1/chat/completions"
 _END_S = 20.0
@@ -53,9 +45,13 @@ Receive = Callable[[], Awaitable[Message]]
 ROUTES = create_app(FakeService(), ServeOptions())  # the names of the routes in metrics
 
 
-def make_state(**options: Any) -> ServerState:
-    given = ServeOptions(**options)
-    return ServerState(service=FakeService(), options=given, media=MediaLoader(given), metrics=Metrics())
+def make_state(**options: Any) -> HttpState:
+    return HttpState.of(ServerState(service=FakeService(), options=ServeOptions(**options)))
+
+
+def service_of(state: HttpState) -> FakeService:
+    assert isinstance(state.server.service, FakeService)
+    return state.server.service
 
 
 @dataclass
@@ -107,7 +103,7 @@ def scope_of(path: str = CHAT, headers: Sequence[tuple[bytes, bytes]] = ()) -> d
 
 
 def call(
-    state: ServerState, client: Client, handler: Handler = handle_chat, path: str = CHAT
+    state: HttpState, client: Client, handler: Handler = handle_chat, path: str = CHAT
 ) -> MingcError | None:
     """Run one request to its end; the error that the server would answer with, if any."""
     scope = scope_of(path, client.headers)
@@ -121,20 +117,24 @@ def call(
     except MingcError as error:
         return error
     finally:
-        assert state.num_running == 0, "the place is free again"
+        assert state.server.num_running == 0, "the place is free again"
     return None
 
 
-def refused(state: ServerState, client: Client) -> MingcError:
+def refused(state: HttpState, client: Client) -> MingcError:
     error = call(state, client)
     assert error is not None
-    assert isinstance(state.service, FakeService) and not state.service.chats
+    assert not service_of(state).chats
     return error
 
 
-def num_cancelled(state: ServerState) -> float:
-    samples = [each for metric in state.metrics._registry.collect() for each in metric.samples]
+def num_cancelled(state: HttpState) -> float:
+    samples = state.server.metrics.samples(ServiceLoad())
     return sum(each.value for each in samples if each.name == "mingc_requests_cancelled_total")
+
+
+def body_bytes(metrics: Metrics) -> float:
+    return next(each.value for each in metrics.samples(ServiceLoad()) if each.name == "mingc_body_bytes")
 
 
 def chat(text: str = "hello", **fields: Any) -> Client:
@@ -146,11 +146,11 @@ def test_places_are_taken_up_to_the_limit_and_free_after_every_end() -> None:
     state = make_state(max_concurrent_requests=2)
     taken: list[int] = []
 
-    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
-        taken.append(state.num_running)
+    async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+        taken.append(state.server.num_running)
         if len(taken) == 1:
             other = Client()
-            with pytest.raises(CapacityError) as caught, state.admit():
+            with pytest.raises(CapacityError) as caught, state.server.admit():
                 await GenerationRoute(state, handler)(scope_of(), other.receive, other.send)
             assert (caught.value.code, other.num_reads) == ("overloaded", 0)
         raise ValueError("a bug")
@@ -163,7 +163,7 @@ def test_places_are_taken_up_to_the_limit_and_free_after_every_end() -> None:
 def test_a_stopping_server_takes_no_request() -> None:
     """One on a connection that was open before."""
     state = make_state()
-    state.is_stopping = True
+    state.server.is_stopping = True
     client = chat()
     error = refused(state, client)
     assert isinstance(error, CapacityError) and error.code == "stopping" and client.num_reads == 0
@@ -200,7 +200,7 @@ def test_a_disconnect_cancels_the_request_before_the_route_ends() -> None:
     ends: list[str] = []
     client = Client()
 
-    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+    async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
         client.leaves.set()
         try:
             await asyncio.Event().wait()
@@ -213,7 +213,6 @@ def test_a_disconnect_cancels_the_request_before_the_route_ends() -> None:
 
 def test_the_service_has_ended_a_cancelled_chat_before_the_route_ends() -> None:
     state = make_state()
-    assert isinstance(state.service, FakeService)
     client = chat("endless", stream=True)
     sent = client.send
 
@@ -223,7 +222,7 @@ def test_the_service_has_ended_a_cancelled_chat_before_the_route_ends() -> None:
 
     client.send = send  # type: ignore[method-assign]
     assert call(state, client) is None
-    assert [*state.service.ends.values()] == ["cancelled"] and num_cancelled(state) == 1
+    assert [*service_of(state).ends.values()] == ["cancelled"] and num_cancelled(state) == 1
 
 
 def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it() -> None:
@@ -231,8 +230,8 @@ def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it(
     state = make_state()
     ends: list[str] = []
 
-    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
-        await response.send_whole(b"{}")
+    async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+        await response.send_whole("application/json", b"{}")
         for _ in range(10):
             await asyncio.sleep(0)
         ends.append("done")
@@ -284,7 +283,7 @@ def test_large_bodies_count_towards_the_budget_of_all_requests() -> None:
 
 
 def test_a_bug_is_answered_without_its_details() -> None:
-    async def handler(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+    async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
         raise ValueError("secret")
 
     error = call(make_state(), Client(), handler)
@@ -297,16 +296,6 @@ def test_an_event_stream_that_fails_ends_with_the_error() -> None:
     assert b'"error"' in client.body and client.sent[-1]["more_body"] is False
 
 
-def test_fields_of_a_chat_reach_the_service() -> None:
-    state = make_state()
-    assert isinstance(state.service, FakeService)
-    assert call(state, chat(video_fps=1.5, video_max_frames=7, thinking=True)) is None
-    assert call(state, chat()) is None
-    first, second = state.service.chats
-    assert (first.video.fps, first.video.max_frames, first.thinking) == (1.5, 7, True)
-    assert first.video != second.video and not second.thinking
-
-
 @pytest.mark.parametrize(
     ("format", "kind"), [("wav", b"audio/wav"), ("flac", b"audio/flac"), ("pcm", b"audio/pcm")]
 )
@@ -316,11 +305,11 @@ def test_speech_is_sent_as_audio(format: str, kind: bytes) -> None:
     assert client.header(b"content-type").startswith(kind)
 
 
-def counters(state: ServerState, *names: str) -> dict[tuple[str, str], float]:
+def counters(state: HttpState, *names: str) -> dict[tuple[str, str], float]:
     """Values above 0 of counters that have a route, by their short name and route."""
     return {
         (each.name, dict(each.labels)["route"]): each.value
-        for each in state.metrics.samples(ServiceLoad())
+        for each in state.server.metrics.samples(ServiceLoad())
         if each.name in names and each.value
     }
 
@@ -365,7 +354,6 @@ def test_raw_audio_that_fails_is_not_ended() -> None:
 
 def test_all_of_a_chat_reaches_the_service() -> None:
     state = make_state()
-    assert isinstance(state.service, FakeService)
     fields = {
         "modalities": ["text", "audio"],
         "audio": {"voice": "Lina", "format": "pcm16", "instructions": "slowly", "seed": 9, "max_steps": 4,
@@ -376,7 +364,7 @@ def test_all_of_a_chat_reaches_the_service() -> None:
         "video_max_pixels": 200_000, "video_total_pixels": 3_000_000, "thinking": True,
     }  # fmt: skip
     assert call(state, chat("hello", **fields)) is None
-    (request,) = state.service.chats
+    (request,) = service_of(state).chats
     assert request == ChatRequest(
         request_id=request.request_id,
         messages=(RequestMessage(role="user", parts=(TextPart(text="hello"),)),),
@@ -398,7 +386,6 @@ def test_all_of_a_chat_reaches_the_service() -> None:
 
 def test_all_of_a_speech_request_reaches_the_service() -> None:
     state = make_state()
-    assert isinstance(state.service, FakeService)
     body = {
         "input": "hello", "voice": {"id": "Lina"}, "instructions": "slowly", "seed": -1, "max_new_tokens": 4,
         "guidance": 1.5, "sigma": 0.25, "temperature": 0.5, "response_format": "pcm", "stream_format": "sse",
@@ -417,12 +404,12 @@ def test_all_of_a_speech_request_reaches_the_service() -> None:
     ):  # fmt: skip
         client = Client(chunks=[json.dumps(given).encode()])
         assert call(state, client, handle_speech, "/v1/audio/speech") is None
-        request = state.service.speeches[-1]
+        request = service_of(state).speeches[-1]
         assert request == SpeechRequest(
             request_id=request.request_id, text="hello", speech=speech, is_live=is_live
         )
         assert request.request_id.startswith("speech-")
-    assert len({each.request_id for each in state.service.speeches}) == 3
+    assert len({each.request_id for each in service_of(state).speeches}) == 3
 
 
 @pytest.mark.parametrize(
@@ -503,7 +490,7 @@ def test_a_declared_size_takes_no_memory_before_it_is_charged() -> None:
 
     def note() -> None:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        found.append((metrics.body_bytes._value.get(), used))
+        found.append((body_bytes(metrics), used))
 
     async def receive() -> Message:
         note()

@@ -16,7 +16,6 @@ from collector import Collector
 from recorded_thinker import CASES, THINKER, thinker_prompt
 
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -28,13 +27,13 @@ def submit(loop: ThinkerLoop, case: str, **options: Any) -> Collector:
     collector = Collector()
     count = THINKER[f"{case}.greedy_ids"].shape[1]
     sampling = SamplingParams(max_tokens=count, ignore_eos=True, **options)
-    loop.submit(thinker_prompt(case), sampling, 1, collector.put, records_logits=True)
+    loop.submit(thinker_prompt(case), sampling, 1, collector.put, recorder=collector.recorder)
     return collector
 
 
 def check_answer(case: str, collector: Collector) -> None:
     assert collector.tokens() == THINKER[f"{case}.greedy_ids"][0].tolist(), case
-    logits = np.stack([item.logits for item in collector.items if isinstance(item, TokenItem)])
+    logits = np.stack(collector.recorder.logits)
     np.testing.assert_allclose(logits, THINKER[f"{case}.greedy_logits"][0], atol=1e-3, err_msg=case)
 
 
@@ -54,8 +53,8 @@ def service(eager_artifact: Path, request: pytest.FixtureRequest) -> Iterator[Om
 
 
 def thinker_loop(service: OmniService) -> ThinkerLoop:
-    assert service._chat is not None
-    return service._chat.loop
+    assert service.thinker is not None
+    return service.thinker
 
 
 def test_every_prompt_is_answered_as_recorded(service: OmniService) -> None:

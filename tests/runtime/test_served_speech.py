@@ -30,9 +30,10 @@ from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, SpeechParams, SpeechRequest
-from mingc.runtime.request_stream import PatchItem
-from mingc.runtime.service.omni import OmniService, SpeechPipeline
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
@@ -40,6 +41,7 @@ from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 Floats = NDArray[np.float32]
+RecordedPatch = tuple[AudioDelta, Floats, float]  # with latents and stop probability
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -183,35 +185,35 @@ def started() -> Iterator[Callable[[TalkerLoop], TalkerLoop]]:
 
 def speak(loop: TalkerLoop, *segments: SpeechSegment) -> tuple[Collector, int]:
     collector = Collector()
-    stream = loop.open(collector.put, lambda: False)
+    stream = loop.open(collector.put, lambda: False, recorder=collector.recorder)
     for segment in segments:
         loop.add(stream, segment)
     return collector, stream
 
 
-def spoken(collector: Collector, count: int = 1) -> list[list[PatchItem]]:
-    """The patches of each of `count` segments."""
+def spoken(collector: Collector, count: int = 1) -> list[list[RecordedPatch]]:
+    """The patches of each of `count` segments, with what was recorded of them."""
     collector.segments(count)
-    segments: list[list[PatchItem]] = [[]]
-    for item in collector.items:
-        assert isinstance(item, PatchItem)
-        segments[-1].append(item)
+    segments: list[list[RecordedPatch]] = [[]]
+    recorder = collector.recorder
+    for item, *values in zip(collector.items, recorder.latents, recorder.stop_probabilities, strict=True):
+        assert isinstance(item, AudioDelta)
+        segments[-1].append((item, *values))
         if item.is_segment_end:
             segments.append([])
     assert segments.pop() == [] and len(segments) == count
     return segments
 
 
-def check(patches: Sequence[PatchItem], case: str, wave: NDArray[np.float64]) -> None:
+def check(segment: Sequence[RecordedPatch], case: str, wave: NDArray[np.float64]) -> None:
     """Patches are those of the recorded loop: number, end, stop probabilities, latents, samples."""
     recorded = GOLDEN[f"loop.{case}.gen_lat"][:, 0]
+    patches, latents, stops = zip(*segment, strict=True)
     assert len(patches) == len(recorded)
     assert [item.is_segment_end for item in patches] == [False] * (len(recorded) - 1) + [True]
     assert patches[-1].is_capped == (case == "sde")
-    latents = np.stack([item.latents for item in patches])
-    assert relative_error(latents, recorded) < TOLERANCE
-    stops = np.array([item.stop_probability for item in patches])
-    assert relative_error(stops, GOLDEN[f"loop.{case}.stop_prob"][:, 1]) < TOLERANCE
+    assert relative_error(np.stack(latents), recorded) < TOLERANCE
+    assert relative_error(np.array(stops), GOLDEN[f"loop.{case}.stop_prob"][:, 1]) < TOLERANCE
     samples = np.concatenate([item.samples for item in patches])
     assert relative_error(samples, wave) < TOLERANCE
     # Not only each value: a client must get the loudness of the reference.
@@ -335,7 +337,11 @@ def test_voices_with_equal_prompts_share_no_keys(
 
 
 def ask(
-    speech: Speech, request: SpeechRequest, noise: NoiseSource, max_segment_length: int = 50
+    speech: Speech,
+    request: SpeechRequest,
+    noise: NoiseSource,
+    max_segment_length: int = 50,
+    recorder: Recorder | None = None,
 ) -> list[Event]:
     """The events of a speech request to a service without voices."""
 
@@ -347,7 +353,7 @@ def ask(
         )
         service = OmniService(replace(INFO, sample_rate=speech.vae.sample_rate), chat=None, speech=pipeline)
         try:
-            return [event async for event in service.speech(request, noise=noise)]
+            return [event async for event in service.speech(request, noise=noise, recorder=recorder)]
         finally:
             await service.close(shutdown_timeout_s=1.0)
 
@@ -368,11 +374,12 @@ def test_a_request_to_the_service(
     )
     request = SpeechRequest(request_id="one", text=PROMPTS["plain"]["text"], speech=params)
 
-    *deltas, done = ask(speech, request, RecordedNoise((case,)))
+    recorder = Recorder()
+    *deltas, done = ask(speech, request, RecordedNoise((case,)), recorder=recorder)
     recorded = GOLDEN[f"loop.{case}.gen_lat"][:, 0]
     audio = [event for event in deltas if isinstance(event, AudioDelta)]
     assert len(audio) == len(deltas) == len(recorded) and isinstance(done, Done)
-    assert relative_error(np.stack([each.latents for each in audio]), recorded) < TOLERANCE
+    assert relative_error(np.stack(recorder.latents), recorded) < TOLERANCE
     assert relative_error(np.concatenate([each.samples for each in audio]), waves[case]) < TOLERANCE
     assert done.finish_reason == finish
     assert (done.usage.prompt_tokens, done.usage.audio_patches) == (len(segment.input_ids), len(recorded))

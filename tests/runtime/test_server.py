@@ -27,8 +27,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.runtime.request import MemoryUse, ServiceLoad
-from mingc.server.http.metrics import Metrics, RequestCounter, describe_metrics
-from mingc.server.http.options import ServeOptions
+from mingc.server.logs import RequestContext
+from mingc.server.metrics import Metrics, describe_metrics
+from mingc.server.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -498,35 +499,6 @@ def test_memory_is_exported_by_owner_and_device() -> None:
     ]
 
 
-def test_counted_experts_are_exported_by_rows_of_the_step() -> None:
-    """The mean is the quotient of two counters, which sum up over servers and time."""
-    metrics = Metrics()
-
-    def rendered(experts_read: dict[int, tuple[int, float]]) -> dict[str, float]:
-        lines = metrics.render(ServiceLoad(experts_read=experts_read)).decode().splitlines()
-        return {
-            line.split()[0].removeprefix("mingc_thinker_"): float(line.split()[1])
-            for line in lines
-            if line.startswith("mingc_thinker_") and "_created" not in line
-        }
-
-    assert rendered({}) == {}
-    first = {
-        'counted_steps_total{batch="1"}': 2,
-        'experts_read_total{batch="1"}': 8,
-        'counted_steps_total{batch="4"}': 1,
-        'experts_read_total{batch="4"}': 10.5,
-    }
-    for _ in range(2):
-        assert rendered({1: (2, 8.0), 4: (1, 10.5)}) == first
-    assert rendered({}) == first
-    assert rendered({1: (2, 8.0), 4: (3, 30.0)}) == {
-        **first,
-        'counted_steps_total{batch="4"}': 3,
-        'experts_read_total{batch="4"}': 30,
-    }
-
-
 @pytest.mark.parametrize(
     ("fails", "sent", "status"),
     [(False, None, "499"), (True, None, "500"), (True, 200, "500"), (False, 200, "200"), (False, 404, "404")],
@@ -548,9 +520,9 @@ def test_a_request_is_counted_by_route_and_status(fails: bool, sent: int | None,
 
     metrics = Metrics()
     app = Starlette(routes=[Route("/v1/voices/{name}", lambda request: PlainTextResponse(""))])
-    scope = {"type": "http", "path": "/v1/voices/DB30", "app": app}
+    scope = {"type": "http", "method": "GET", "path": "/v1/voices/DB30", "headers": [], "app": app}
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        asyncio.run(RequestCounter(answer, metrics)(scope, receive, ignore))
+        asyncio.run(RequestContext(answer, metrics)(scope, receive, ignore))
     counted = [
         line
         for line in metrics.render(ServiceLoad()).decode().splitlines()

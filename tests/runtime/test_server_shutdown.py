@@ -18,8 +18,9 @@ from server_process import child
 from server_thread import run_server
 
 from mingc.errors import ConfigError, RankError
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import base_url, bind_socket, create_app, serve, serve_async
+from mingc.server.app import create_app
+from mingc.server.lifecycle import base_url, bind_socket, serve, serve_async
+from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 

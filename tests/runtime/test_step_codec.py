@@ -56,7 +56,6 @@ def test_steps_are_received_unchanged() -> None:
             pages=np.array([[1, 2], [3, 0]]),
             slots=np.array([2, 1]),
             sampling=np.random.default_rng(1).random((2, 6)),
-            counts_experts=True,
         ),
     ]
     with ours, theirs:

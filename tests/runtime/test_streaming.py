@@ -18,15 +18,17 @@ from starlette.types import Message
 
 from mingc.errors import WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
-from mingc.server.http.audio_format import AudioFormat, AudioSpec
+from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
+    JSON,
+    SSE,
     ResponseWriter,
-    write_chat,
-    write_chat_stream,
-    write_speech,
-    write_speech_events,
-    write_speech_stream,
+    chat_chunks,
+    chat_completion,
+    speech_clip,
+    speech_events,
+    speech_parts,
 )
 
 RATE = 24000
@@ -94,15 +96,24 @@ class Client:
         return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def respond(write: Callable[[ResponseWriter], Coroutine[Any, Any, None]], content_type: str = "") -> Client:
+async def write(
+    response: ResponseWriter, body: AsyncIterator[bytes] | Coroutine[Any, Any, bytes], content_type: str
+) -> None:
+    if isinstance(body, AsyncIterator):
+        await response.send_stream(content_type, body)
+    else:
+        await response.send_whole(content_type, await body)
+
+
+def respond(body: AsyncIterator[bytes] | Coroutine[Any, Any, bytes], content_type: str) -> Client:
+    """The response with a body in parts or whole."""
     client = Client()
 
     def free() -> None:
         client.freed_before = len(client.chunks)
 
     response = ResponseWriter(client.receive, before_end=free)
-    response.content_type = content_type or response.content_type
-    asyncio.run(write(response))
+    asyncio.run(write(response, body, content_type))
     assert client.is_ended
     assert client.freed_before == len(client.chunks) - 1, "the place is free before the last bytes arrive"
     return client
@@ -129,7 +140,7 @@ def assert_complete(data: bytes, audio: AudioSpec) -> None:
 
 
 def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(lambda response: write_chat_stream(events(), BUILDER, audio, response))
+    client = respond(chat_chunks(events(), BUILDER, audio), SSE)
     assert client.body.endswith(b"data: [DONE]\n\n")
     *chunks, finish, usage = client.objects
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
@@ -152,14 +163,14 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
         yield Done(finish_reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=1))
 
     audio = AudioSpec(format="pcm16", sample_rate=RATE)
-    client = respond(lambda response: write_chat_stream(silent(), BUILDER, audio, response))
+    client = respond(chat_chunks(silent(), BUILDER, audio), SSE)
     deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
     (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(lambda response: write_chat(events(), BUILDER, audio, response))
+    client = respond(chat_completion(events(), BUILDER, audio), JSON)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert json.loads(client.body)["usage"] == USAGE
     message = json.loads(client.body)["choices"][0]["message"]
@@ -168,9 +179,7 @@ def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None
 
 
 def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
-    client = respond(
-        lambda response: write_speech_stream(events(), audio, response), content_type=audio.content_type
-    )
+    client = respond(speech_parts(events(), audio), audio.content_type)
     assert client.headers[b"content-type"] == audio.content_type.encode()
     if audio.format != "flac":  # which is complete only at the end
         assert len(client.chunks) == len(LENGTHS) + 1, "every patch is sent at once, then the end"
@@ -178,7 +187,7 @@ def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
 
 
 def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
-    client = respond(lambda response: write_speech(events(), audio, response))
+    client = respond(speech_clip(events(), audio), audio.content_type)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert_complete(client.body, audio)
     if audio.format != "pcm16":
@@ -186,7 +195,7 @@ def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
 
 
 def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
-    client = respond(lambda response: write_speech_events(events(), audio, response))
+    client = respond(speech_events(events(), audio), SSE)
     *deltas, done = client.objects
     tokens = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
     assert done == {"type": "speech.audio.done", "usage": {**tokens, "audio_seconds": 0.5}}
@@ -195,32 +204,37 @@ def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
     assert_complete(base64.b64decode("".join(delta["audio"] for delta in deltas)), audio)
 
 
-@pytest.mark.parametrize("write", [write_speech_stream, write_speech_events])
-def test_headers_keep_proxies_from_buffering_a_stream(
-    write: Callable[..., Coroutine[Any, Any, None]],
-) -> None:
+@pytest.mark.parametrize("parts", [speech_parts, speech_events])
+def test_headers_keep_proxies_from_buffering_a_stream(parts: Callable[..., AsyncIterator[bytes]]) -> None:
     """nginx collects a response unless `X-Accel-Buffering` is `no`; caches may hold one back as well."""
     spec = AudioSpec(format="wav", sample_rate=RATE)
-    client = respond(lambda response: write(events(), spec, response), content_type=spec.content_type)
+    client = respond(parts(events(), spec), spec.content_type)
     assert client.headers[b"x-accel-buffering"] == b"no" and client.headers[b"cache-control"] == b"no-cache"
     assert b"content-length" not in client.headers
 
 
-WRITERS: dict[str, Callable[[ResponseWriter, AudioSpec], Coroutine[Any, Any, None]]] = {
-    "chat": lambda response, audio: write_chat(events(is_complete=False), BUILDER, audio, response),
-    "chat stream": lambda response, audio: write_chat_stream(
-        events(is_complete=False), BUILDER, audio, response
-    ),
-    "speech": lambda response, audio: write_speech(events(is_complete=False), audio, response),
-    "speech stream": lambda response, audio: write_speech_stream(events(is_complete=False), audio, response),
-    "speech events": lambda response, audio: write_speech_events(events(is_complete=False), audio, response),
+BODIES: dict[str, Callable[[AudioSpec], AsyncIterator[bytes] | Coroutine[Any, Any, bytes]]] = {
+    "chat": lambda audio: chat_completion(events(is_complete=False), BUILDER, audio),
+    "chat stream": lambda audio: chat_chunks(events(is_complete=False), BUILDER, audio),
+    "speech": lambda audio: speech_clip(events(is_complete=False), audio),
+    "speech stream": lambda audio: speech_parts(events(is_complete=False), audio),
+    "speech events": lambda audio: speech_events(events(is_complete=False), audio),
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_events_that_break_off_are_an_error_and_no_complete_response(writer: str) -> None:
+@pytest.mark.parametrize("name", BODIES)
+def test_events_that_break_off_are_an_error_and_no_complete_response(name: str) -> None:
     client = Client()
     response = ResponseWriter(client.receive, before_end=lambda: None)
     with pytest.raises(WorkerError, match="before its answer was complete"):
-        asyncio.run(WRITERS[writer](response, AudioSpec(format="wav", sample_rate=RATE)))
+        asyncio.run(write(response, BODIES[name](AudioSpec(format="wav", sample_rate=RATE)), JSON))
     assert not client.is_ended
+
+
+def test_a_stream_without_any_audio_is_complete() -> None:
+    async def silent() -> AsyncIterator[Event]:
+        yield DONE
+
+    spec = AudioSpec(format="pcm16", sample_rate=RATE)
+    client = respond(speech_parts(silent(), spec), spec.content_type)
+    assert client.body == b"" and client.headers[b"content-type"] == spec.content_type.encode()

@@ -143,14 +143,14 @@ def test_each_talker_has_its_device_as_the_current_one_of_its_thread(
     launched_on: list[list[torch.device | None]] = [[], []]
     collectors = []
     for index, loop in enumerate(group.loops):
-        worker = loop._worker
-        launch = worker._engines.launch
+        worker = loop.worker
+        launch = worker.engines.launch
 
         def record(*arguments: Any, index: int = index, launch: Callable[..., Any] = launch) -> Any:
             launched_on[index].append(inside.get(threading.get_ident()))
             return launch(*arguments)
 
-        monkeypatch.setattr(worker._engines, "launch", record)
+        monkeypatch.setattr(worker.engines, "launch", record)
         monkeypatch.setattr(worker, "device", torch.device("cuda", 2 + index))
         started(loop)
         collectors.append(Collector())
@@ -175,9 +175,7 @@ def test_speech_does_not_depend_on_the_talker_that_speaks_it(monkeypatch: pytest
     expected = run(single, one_by_one(single))
     service = make_service(talkers=2, has_thinker=False)
     placed: list[int] = []
-    assert service._speech is not None
-    talkers = service._speech.talkers
-    for index, loop in enumerate(talkers.loops):
+    for index, loop in enumerate(service.talkers):
         opened = loop.open
 
         def record(*arguments: Any, index: int = index, opened: Any = opened, **options: Any) -> int:
@@ -194,8 +192,7 @@ def test_speech_does_not_depend_on_the_talker_that_speaks_it(monkeypatch: pytest
 
 def test_a_service_counts_what_all_its_talkers_hold_and_stops_their_pacing() -> None:
     service = make_service(talkers=2, has_thinker=False, speech_lead=2)
-    assert service._speech is not None
-    loops = service._speech.talkers.loops
+    loops = service.talkers
     assert [loop._name for loop in loops] == ["talker 0", "talker 1"]
 
     async def work() -> None:
@@ -211,7 +208,7 @@ def test_a_service_counts_what_all_its_talkers_hold_and_stops_their_pacing() -> 
 
     run(service, work())
     assert [loop._pacing._lead for loop in loops] == [0, 0]
-    assert not any(loop._thread.is_alive() for loop in loops)
+    assert not any(loop.is_healthy for loop in loops)
 
 
 def test_a_service_is_full_when_all_its_talkers_are() -> None:
@@ -232,7 +229,7 @@ def test_a_service_is_full_when_all_its_talkers_are() -> None:
 def test_a_service_with_a_failed_talker_is_not_ready_and_still_speaks() -> None:
     """As after any lost thread: a supervisor replaces the server, and requests do not fail until then."""
     service = make_service(talkers=2, has_thinker=False)
-    assert service._speech is not None and service.is_ready
-    service._speech.talkers.loops[0].fail(WorkerError("the device is gone"))
+    assert service.is_ready
+    service.talkers[0].fail(WorkerError("the device is gone"))
     assert not service.is_ready
     assert len(audio(run(service, collect(service.speech(speech_request(TEXT, seed=1)))))) > 0

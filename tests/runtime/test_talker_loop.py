@@ -14,13 +14,14 @@ from collector import Collector
 from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TAIL, TALKER, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
-from held_resources import talker_resources, wait_until_equal
+from held_resources import wait_until_equal
 
 from mingc.errors import EngineSizeError, RequestError
+from mingc.runtime.request import AudioDelta
 from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 
 def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None = None) -> np.ndarray:
@@ -31,7 +32,7 @@ def run_alone(one: SpeechSegment, *, slot: int = 1, worker: TalkerWorker | None 
         worker.launch([slot])
         (patch,) = worker.collect().values()
         parts.append(patch.samples)
-        if patch.is_last:
+        if patch.is_segment_end:
             worker.remove(slot)
             return np.concatenate(parts)
 
@@ -54,27 +55,27 @@ def test_audio_is_the_same_in_any_slot_and_after_other_uses_of_it() -> None:
 def test_a_prefix_of_a_voice_is_reused_without_a_trace() -> None:
     worker = make_talker_worker()
     first = run_alone(segment(seed=1), worker=worker)
-    assert len(worker._prefixes) == 1
+    assert worker.num_prefixes == 1
     assert np.array_equal(run_alone(segment(seed=1), slot=5, worker=worker), first)
     assert np.array_equal(run_alone(segment(seed=1, prefix=0), slot=2, worker=worker), first)
     run_alone(segment(seed=1, tokens=30), worker=worker)
-    assert len(worker._prefixes) == 2
+    assert worker.num_prefixes == 2
 
 
 def test_only_the_prefixes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_MAX_PREFIXES", 2)
     worker = make_talker_worker()
-    read, computed = worker._engines.read_rows, []
+    read, computed = worker.engines.read_rows, []
 
     def record(slot: int, count: int) -> torch.Tensor:
         computed.append(tokens)
         return read(slot, count)
 
-    monkeypatch.setattr(worker._engines, "read_rows", record)
+    monkeypatch.setattr(worker.engines, "read_rows", record)
     expected = {tokens: run_alone(segment(tokens=tokens)) for tokens in (21, 22, 23)}
     for tokens in (21, 22, 21, 23, 21, 22, 23):
         assert np.array_equal(run_alone(segment(tokens=tokens), worker=worker), expected[tokens])
-        assert len(worker._prefixes) <= 2
+        assert worker.num_prefixes <= 2
     assert computed == [21, 22, 23, 22, 23]
 
 
@@ -96,7 +97,7 @@ def test_segments_are_added_and_removed_without_changing_others() -> None:
         worker.launch(slots)
         for slot, patch in worker.collect().items():
             waves[slot - 1].append(patch.samples)
-            if patch.is_last:
+            if patch.is_segment_end:
                 worker.remove(slot)
                 going.remove(slot - 1)
     for mine, expected in zip(waves, alone, strict=True):
@@ -110,7 +111,7 @@ def test_the_stop_head_is_ignored_before_the_minimum_step_and_its_patch_is_kept(
     for _ in range(TALKER.min_stop_step + 2):
         worker.launch([1])
         (patch,) = worker.collect().values()
-        flags.append((patch.is_last, patch.is_capped))
+        flags.append((patch.is_segment_end, patch.is_capped))
     assert flags == [(False, False)] * (TALKER.min_stop_step + 1) + [(True, False)]
 
 
@@ -136,7 +137,7 @@ def test_a_cap_marks_its_patch_as_last() -> None:
     worker.launch([1])
     (second,) = worker.collect().values()
     assert not worker.is_launchable(1)
-    assert (first.is_last, second.is_last, second.is_capped) == (False, True, True)
+    assert (first.is_segment_end, second.is_segment_end, second.is_capped) == (False, True, True)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -145,8 +146,8 @@ def test_a_segment_may_fill_its_slot_to_the_last_row(depth: int, tokens: int) ->
     """The patch at the cap needs no row of its own: its embedding is never fed back."""
     worker = make_talker_worker(depth=depth)
     worker.add(2, segment(tokens=tokens, patches=SLOT_TOKENS - tokens))
-    patches: list[Patch] = []
-    while not patches or not patches[-1].is_last:
+    patches: list[AudioDelta] = []
+    while not patches or not patches[-1].is_segment_end:
         while worker.num_in_flight < depth and worker.is_launchable(2):
             worker.launch([2])
         patches += worker.collect().values()
@@ -159,13 +160,13 @@ def test_no_step_of_the_speech_llm_follows_the_last_patch(
     patches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker()
-    launch, steps = worker._engines.launch, []
+    launch, steps = worker.engines.launch, []
 
     def record(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
         steps.append((int(inputs["step_slots"][0]), int(inputs["lengths"][0])))
         return launch(size, inputs)
 
-    monkeypatch.setattr(worker._engines, "launch", record)
+    monkeypatch.setattr(worker.engines, "launch", record)
     run_alone(segment(tokens=21, patches=patches), slot=3, worker=worker)
     assert steps == [*((3, 21 + index) for index in range(patches - 1)), (0, 0)]
 
@@ -244,15 +245,16 @@ def test_a_failed_launch_fails_requests_in_flight_and_no_others(
 ) -> None:
     worker = make_talker_worker(slots=2, depth=2)
     loop = started(make_talker_loop(worker))
-    launch, failures = worker._engines.launch, []
+    launch, num_rows, failures = worker.engines.launch, [0], []
 
     def fail_once(size: int, inputs: Mapping[str, torch.Tensor]) -> LaunchedPatch:
-        if not failures and any(len(each.rows) == 2 for each in worker._launched):
+        if not failures and worker.num_in_flight and num_rows[-1] == 2:
             failures.append(size)
             raise RuntimeError("device lost")
+        num_rows.append(int((inputs["slots"] > 0).sum()))
         return launch(size, inputs)
 
-    monkeypatch.setattr(worker._engines, "launch", fail_once)
+    monkeypatch.setattr(worker.engines, "launch", fail_once)
     hurt = [speak(loop, segment(seed=i, patches=40)) for i in range(2)]
     waiting = speak(loop, segment(seed=2, patches=5))
     for collector in hurt:
@@ -264,14 +266,14 @@ def test_a_failed_launch_fails_requests_in_flight_and_no_others(
 
 def test_cancelled_speech_frees_its_slot(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
     loop = started(make_talker_loop(make_talker_worker(slots=1)))
-    before = talker_resources(loop)
+    before = loop.held
     first = speak(loop, segment(patches=40), segment(index=1, patches=40))
     first.wait(lambda items: len(items) > 1, "patches")
     second = speak(loop, segment(seed=2, patches=2))
     loop.cancel(first.stream)  # type: ignore[attr-defined]
     assert len(second.segments()[0]) == 2 * PATCH_SAMPLES
     loop.cancel(second.stream)  # type: ignore[attr-defined]
-    wait_until_equal(before, lambda: talker_resources(loop))
+    wait_until_equal(before, lambda: loop.held)
 
 
 def test_a_slow_reader_is_paused_and_others_go_on(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
@@ -310,11 +312,13 @@ def test_one_sample_that_is_not_finite_is_enough(
 ) -> None:
     """At the borders of what the first patch of a segment, which is its last one here, hands out."""
     worker = make_talker_worker()
-    launch = worker._engines.launch
+    launch = worker.engines.launch
 
     class Sick:
         def __init__(self, patch: LaunchedPatch) -> None:
             self._patch = patch
+
+        is_ready = True
 
         def wait(self) -> tuple[np.ndarray, ...]:
             samples, *others = self._patch.wait()
@@ -322,18 +326,18 @@ def test_one_sample_that_is_not_finite_is_enough(
             samples[0, place] = value
             return (samples, *others)
 
-    monkeypatch.setattr(worker._engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
-    worker.add(1, segment(patches=1))
-    worker.launch([1])
-    (patch,) = worker.collect().values()
-    assert not patch.is_finite
+    monkeypatch.setattr(worker.engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
+    loop, listener = make_talker_loop(worker), Collector()
+    loop.add(loop.open(listener.put, lambda: False), segment(patches=1))
+    run_until_idle(loop)
+    assert "not finite" in listener.error().message and len(listener.items) == 1
 
 
 def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
     started: Callable[[TalkerLoop], TalkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = make_talker_worker(depth=2)
-    launch, ended = worker._engines.launch, 0.0
+    launch, ended = worker.engines.launch, 0.0
     sizes: list[int] = []
 
     class Slow:
@@ -356,7 +360,7 @@ def test_a_segment_that_arrives_during_a_patch_starts_with_the_next_one(
         sizes.append(int((inputs["slots"] > 0).sum()))
         return Slow(launch(size, inputs))
 
-    monkeypatch.setattr(worker._engines, "launch", slow)
+    monkeypatch.setattr(worker.engines, "launch", slow)
     loop = started(make_talker_loop(worker))
     first = speak(loop, segment(patches=5))
     first.wait(lambda items: len(items) == 2, "patches")
@@ -392,7 +396,7 @@ class Clock:
 def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other_stream(depth: int) -> None:
     worker = make_talker_worker(slots=1, depth=depth)
     loop = make_talker_loop(worker)
-    before = talker_resources(loop)
+    before = loop.held
     cancelled = speak(loop, segment(patches=40), segment(index=1, patches=40))
     for _ in range(4):
         run_step(loop)
@@ -405,12 +409,12 @@ def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other
     assert np.array_equal(following.segments()[0], run_alone(segment(seed=2, patches=3)))
     loop.cancel(following.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:
     loop = make_talker_loop(make_talker_worker(slots=1))
-    before = talker_resources(loop)
+    before = loop.held
     speaking, waiting = (
         speak(loop, segment(patches=40)),
         speak(loop, segment(seed=2), segment(seed=2, index=1)),
@@ -419,12 +423,12 @@ def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:
     for stream in (waiting, speaking):
         loop.cancel(stream.stream)  # type: ignore[attr-defined]
     assert not run_step(loop)
-    assert talker_resources(loop) == before and not waiting.items
+    assert loop.held == before and not waiting.items
 
 
 def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     loop = make_talker_loop(make_talker_worker(slots=2, nan_guidance=9.0))
-    before = talker_resources(loop)
+    before = loop.held
     sick, good = speak(loop, segment(guidance=9.0), segment(index=1)), speak(loop, segment(seed=2))
     run_until_idle(loop)
     assert "not finite" in sick.error().message
@@ -432,13 +436,13 @@ def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     np.testing.assert_allclose(spoken, run_alone(segment(seed=2)), rtol=0, atol=1e-6)
     loop.cancel(good.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_every_pause_of_a_slow_client_counts_anew() -> None:
     clock = Clock()
     loop = make_talker_loop(slow_client_timeout_s=60.0, clock=clock)
-    before = talker_resources(loop)
+    before = loop.held
     unread = [0]  # patches that the client may still leave unread
     client = speak(loop, segment(patches=40), is_behind=lambda: unread[0] == 0)
 
@@ -459,7 +463,7 @@ def test_every_pause_of_a_slow_client_counts_anew() -> None:
     assert len(client.items) == 3
     pause(0.1)
     assert client.error().status == 408
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_a_pause_at_second_zero_is_one_like_others() -> None:
@@ -478,7 +482,7 @@ def test_a_patch_in_flight_of_an_ended_segment_is_discarded() -> None:
     is_last = []
     while not any(is_last):
         worker.launch([1])
-        is_last.append(worker.collect()[1].is_last)
+        is_last.append(worker.collect()[1].is_segment_end)
     assert not worker.is_launchable(1) and worker.num_in_flight == 1
     assert worker.collect() == {}
 
@@ -509,24 +513,24 @@ def test_the_error_of_an_engine_reaches_the_streams_that_it_hurts(
     """The first call of all: nothing else is in flight."""
     worker = make_talker_worker()
     loop = make_talker_loop(worker)
-    before = talker_resources(loop)
-    real = getattr(worker._engines, call)
+    before = loop.held
+    real = getattr(worker.engines, call)
 
     def fail(*words: object) -> None:
         raise error
 
-    monkeypatch.setattr(worker._engines, call, fail)
+    monkeypatch.setattr(worker.engines, call, fail)
     hurt = speak(loop, segment(patches=3))
     run_until_idle(loop)
     found = hurt.error()
     assert (found.status, found.message) == (status, message)
-    monkeypatch.setattr(worker._engines, call, real)
+    monkeypatch.setattr(worker.engines, call, real)
     later = speak(loop, segment(seed=2, patches=3))
     run_until_idle(loop)
     np.testing.assert_allclose(later.segments()[0], run_alone(segment(seed=2, patches=3)), rtol=0, atol=1e-6)
     loop.cancel(later.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert talker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_surplus_patches_of_an_ended_segment_do_not_count_as_being_played() -> None:

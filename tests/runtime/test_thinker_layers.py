@@ -19,7 +19,7 @@ from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker import layers, worker
+from mingc.runtime.thinker import device_sampler, layers, worker
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
@@ -74,7 +74,7 @@ class TwoRanks:
         return [outputs[0][:, : VOCAB // 2]]
 
     def _wrap(self, name: str, share: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        engine = self.stage.graphs[name]._engines[None]
+        engine = self.stage.graphs[name].engines[None]
         run = engine.run
         engine.run = lambda tensors: share(run(tensors))  # type: ignore[method-assign]
 
@@ -111,8 +111,8 @@ def ask_all(loop: ThinkerLoop) -> list[list[int]]:
 
 
 def worker_of(loop: ThinkerLoop) -> ThinkerWorker:
-    assert isinstance(loop._runner, ThinkerWorker)
-    return loop._runner
+    assert isinstance(loop.runner, ThinkerWorker)
+    return loop.runner
 
 
 @pytest.mark.parametrize("two_batch_overlap", [False, True])
@@ -170,7 +170,7 @@ def test_no_chunk_is_longer_than_allowed_unless_all_engines_are(max_chunk: int |
 def record_rows(stage: LoadedStage, graph: str) -> list[int]:
     """Rows of each call of a graph's engine."""
     rows: list[int] = []
-    engine = stage.graphs[graph]._engines[None]
+    engine = stage.graphs[graph].engines[None]
     run = engine.run
 
     def record(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -204,7 +204,7 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks round differently, so each may sample another token: all must use those of rank 0."""
-    of_rank_0 = [[417], [33, 34]]
+    of_rank_0 = [[417], [33, 34], [5, 6]]
     shared: list[list[int]] = []
 
     def broadcast_(x: Tensor) -> None:
@@ -212,7 +212,7 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
         shared.append(x.tolist())
         x[: len(tokens)] = torch.tensor(tokens)
 
-    monkeypatch.setattr(worker, "broadcast_from_rank0_", broadcast_)
+    monkeypatch.setattr(device_sampler, "broadcast_from_rank0_", broadcast_)
     stage = make_stage()
     rank = make_thinker_worker(stage, is_static=True)
     embedded = record_ids(stage)
@@ -240,8 +240,9 @@ def test_every_rank_goes_on_with_the_tokens_of_rank_0(
     )
     assert rank.launch_decode(decode).wait() == [33, 34]
     assert embedded[-1][:2] == [417, 8], "-1 is the token that rank 0 sampled for the slot"
-    assert rank._last[[2, 3]].tolist() == [33, 34]
-    assert len(shared) == 2 and shared[0][0] != 417, "this rank sampled something else"
+    rank.launch_decode(replace(decode, input_ids=np.array([-1, -1])))
+    assert embedded[-1][:2] == [33, 34]
+    assert len(shared) == 3 and shared[0][0] != 417, "this rank sampled something else"
 
 
 def test_an_artifact_with_a_graph_for_sampling_samples_with_it() -> None:
@@ -293,7 +294,7 @@ def test_an_artifact_with_a_graph_for_sampling_samples_with_it() -> None:
 def record_ids(stage: LoadedStage) -> list[list[int]]:
     """The ids of each call of the embedding engine."""
     calls: list[list[int]] = []
-    engine = stage.graphs["embed"]._engines[None]
+    engine = stage.graphs["embed"].engines[None]
     run = engine.run
 
     def record(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -324,7 +325,7 @@ def test_every_layer_runs_once_in_every_division_into_groups() -> None:
 def count_calls(stage: LoadedStage, graph: str) -> list[int]:
     """The number of calls of a graph's engine, kept up to date."""
     count = [0]
-    engine = stage.graphs[graph]._engines[None]
+    engine = stage.graphs[graph].engines[None]
     run = engine.run
 
     def counted(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -381,7 +382,7 @@ def test_experts_of_chunks_and_of_decode_steps_have_engines_of_their_own() -> No
     dense = stage.graphs["dense"]
     graphs = {
         **stage.graphs,
-        "dense": Graph(replace(dense.spec, layer_instances=("layers.0.feed_forward",)), dense._engines),
+        "dense": Graph(replace(dense.spec, layer_instances=("layers.0.feed_forward",)), dense.engines),
         "prefill_experts": experts("prefill", has_routes=True),
         "decode_experts": experts("decode", has_routes=False),
     }

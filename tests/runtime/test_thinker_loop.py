@@ -18,7 +18,7 @@ from collector import Collector
 from fake_thinker import CONTEXT, PAGE, VOCAB, make_thinker_loop, make_thinker_stage, make_thinker_worker
 from fake_thinker import make_prompt as prompt
 from hand_run import run_step, run_until_idle
-from held_resources import thinker_resources, wait_until_equal
+from held_resources import wait_until_equal
 
 from mingc.errors import CapacityError, RequestError, ServeError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
@@ -34,10 +34,13 @@ from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 FAILING_ID, NAN_ID = 501, 502
 
 
-def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: Any) -> Collector:
+def ask(
+    loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, is_recorded: bool = False, **params: Any
+) -> Collector:
     collector = Collector()
     sampling = SamplingParams(**{"max_tokens": 9, **params})
-    collector.job = loop.submit(request, sampling, seed, collector.put)  # type: ignore[attr-defined]
+    recorder = collector.recorder if is_recorded else None
+    collector.job = loop.submit(request, sampling, seed, collector.put, recorder=recorder)  # type: ignore[attr-defined]
     return collector
 
 
@@ -108,9 +111,11 @@ def test_a_stop_token_ends_and_is_not_shown(
 ) -> None:
     free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
     stop = free[4]
-    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
+    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20, is_recorded=True)
     assert collector.tokens() == free[: free.index(stop)]
     assert collector.items[-1] == TokenItem(token=None, finish="stop")
+    recorded = [int(logits.argmax()) for logits in collector.recorder.logits]
+    assert recorded == collector.tokens(), "a row for every token, and none for the stop token"
 
 
 @pytest.mark.parametrize("room", [1, 6])
@@ -201,7 +206,7 @@ def test_a_prefill_begins_with_its_first_chunk() -> None:
 
 def watch_calls(stage: LoadedStage, graph: str, watch: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Call `watch` with the input tensors of every call of a graph's engine, before the call."""
-    engine = stage[graph]._engines[None]
+    engine = stage[graph].engines[None]
     run = engine.run
 
     def watched(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -216,7 +221,7 @@ def test_the_next_step_is_launched_before_first_tokens_are_collected(
 ) -> None:
     loop = make_thinker_loop(is_static=True)  # not started: steps are run here
     calls: list[str] = []
-    worker = loop._runner
+    worker = loop.runner
 
     def noting(name: str, launch: Callable[..., LaunchedTokens]) -> Callable[..., LaunchedTokens]:
         def noted(step: PrefillStep | DecodeStep, *, with_logits: bool) -> LaunchedTokens:
@@ -232,16 +237,16 @@ def test_the_next_step_is_launched_before_first_tokens_are_collected(
     for name in ("launch_decode", "launch_prefill"):
         monkeypatch.setattr(worker, name, noting(name, getattr(worker, name)))
     running = ask(loop, PROMPTS[0], max_tokens=20)
-    loop._step()
+    run_step(loop)
     assert calls == ["launch_prefill 0"] and not running.items
-    loop._step()
+    run_step(loop)
     assert calls[1:] == ["launch_decode 1", "wait for launch_prefill 0"] and len(running.items) == 1
     joining = ask(loop, PROMPTS[3], max_tokens=20)
-    loop._step()
+    run_step(loop)
     assert (
         calls[3:] == ["launch_prefill 3", "launch_decode 4", "wait for launch_decode 1"] and not joining.items
     )
-    loop._step()
+    run_step(loop)
     assert calls[6:] == ["launch_decode 6", "wait for launch_prefill 3", "wait for launch_decode 4"]
     assert len(joining.items) == 1 and len(running.items) == 3
 
@@ -260,14 +265,14 @@ def test_cancelling_running_and_waiting_requests_frees_everything(
     started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop
 ) -> None:
     loop = started(make_loop(max_running=2))
-    before = thinker_resources(loop)
+    before = loop.held
     jobs = [ask(loop, each, max_tokens=150) for each in (PROMPTS[0], PROMPTS[2], PROMPTS[4])]
     jobs[0].wait(lambda items: len(items) > 2, "tokens")
     for job in jobs:
         loop.cancel(job.job)  # type: ignore[attr-defined]
     last = ask(loop, PROMPTS[0], max_tokens=200)
     assert len(last.tokens()) == 200
-    wait_until_equal(before, lambda: thinker_resources(loop))
+    wait_until_equal(before, lambda: loop.held)
 
 
 def test_a_failing_request_leaves_the_others_alone(
@@ -349,14 +354,14 @@ def test_a_failed_launch_fails_its_requests_and_later_ones_run(
     started: Callable[[ThinkerLoop], ThinkerLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_thinker_loop(is_static=True)
-    launch, calls = loop._runner.launch_decode, itertools.count()
+    launch, calls = loop.runner.launch_decode, itertools.count()
 
     def fail_once(step: DecodeStep, **options: bool) -> LaunchedTokens:
         if next(calls) == 3:
             raise RuntimeError("launch failure")
         return launch(step, **options)
 
-    monkeypatch.setattr(loop._runner, "launch_decode", fail_once)
+    monkeypatch.setattr(loop.runner, "launch_decode", fail_once)
     started(loop)
     assert "launch failure" in ask(loop, PROMPTS[0], max_tokens=20).error().message
     assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
@@ -367,7 +372,7 @@ def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
 ) -> None:
     """The device reports errors late: the token of the call before may be lost as well."""
     loop = make_thinker_loop(is_static=True, max_prompts=2)
-    launch, steps = loop._runner.launch_decode, list[int]()
+    launch, steps = loop.runner.launch_decode, list[int]()
 
     def fail_third(step: DecodeStep, **options: bool) -> LaunchedTokens:
         steps.append(len(step.input_ids))
@@ -375,7 +380,7 @@ def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
             raise RuntimeError("launch failure")
         return launch(step, **options)
 
-    monkeypatch.setattr(loop._runner, "launch_decode", fail_third)
+    monkeypatch.setattr(loop.runner, "launch_decode", fail_third)
     short, long = ask(loop, PROMPTS[0], max_tokens=3), ask(loop, PROMPTS[3], max_tokens=20)
     started(loop)
     for each in (short, long):
@@ -421,7 +426,7 @@ def test_measuring_latencies_covers_every_size_and_changes_no_answer(
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
     loop = make_thinker_loop(is_static=is_static, two_batch_overlap=two_batch_overlap)
-    worker = loop._runner
+    worker = loop.runner
     assert isinstance(worker, ThinkerWorker)
     latency_model = measure_step_latencies(worker)
     pairs = [32 + 8, 32 + 16, 32 + 32]
@@ -458,7 +463,7 @@ def test_layer_groups_between_decode_steps_change_no_answer(
         return noted
 
     for name in ("prefill", "launch_prefill"):
-        monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
+        monkeypatch.setattr(loop.runner, name, noting(getattr(loop.runner, name)))
     first = ask(started(loop), PROMPTS[0], max_tokens=60)
     first.wait(lambda items: len(items) > 2, "tokens")
     together = [first, *(ask(loop, each, max_tokens=60) for each in PROMPTS[1:])]
@@ -487,17 +492,17 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
         return noted
 
     for name in ("prefill", "launch_prefill"):
-        monkeypatch.setattr(loop._runner, name, noting(getattr(loop._runner, name)))
+        monkeypatch.setattr(loop.runner, name, noting(getattr(loop.runner, name)))
     is_reached, are_asked = threading.Event(), threading.Event()
     name = "launch_decode" if is_static else "decode"
-    run_decode = getattr(loop._runner, name)
+    run_decode = getattr(loop.runner, name)
 
     def decode_when_asked(step: DecodeStep, **options: bool) -> object:
         is_reached.set()
         assert are_asked.wait(60)
         return run_decode(step, **options)
 
-    monkeypatch.setattr(loop._runner, name, decode_when_asked)
+    monkeypatch.setattr(loop.runner, name, decode_when_asked)
     started(loop)
     assert is_reached.wait(60)
     answers += [ask(loop, each) for each in short]
@@ -517,18 +522,18 @@ def test_cancelling_with_a_step_in_flight_frees_everything_and_reaches_no_other_
     options = {"is_static": is_static, "max_prompts": max_prompts, "max_running": 1, "num_pages": 25}
     expected = answer_alone(PROMPTS[2], **options)
     loop = make_thinker_loop(**options)
-    before = thinker_resources(loop)
+    before = loop.held
     cancelled = ask(loop, PROMPTS[0], max_tokens=80)
     for _ in range(num_steps):
         run_step(loop)
-    assert len(loop._launched) == int(is_static)
+    assert loop.held["thinker steps in flight"] == int(is_static)
     items = list(cancelled.items)
     loop.cancel(cancelled.job)  # type: ignore[attr-defined]
     following = ask(loop, PROMPTS[2])  # takes the slot and the pages of the cancelled one
     run_until_idle(loop)
     assert cancelled.items == items, "a cancelled request received a token"
     assert following.tokens() == expected
-    assert thinker_resources(loop) == before
+    assert loop.held == before
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
@@ -536,20 +541,20 @@ def test_a_chunk_whose_request_is_cancelled_between_its_layer_groups_is_left(is_
     stage = make_thinker_stage(num_layers=5)
     expected = [answer_alone(each, stage, is_static=is_static, max_tokens=20) for each in PROMPTS[:3]]
     loop = make_thinker_loop(stage, is_static=is_static, prefill_policy=slow_chunks())
-    before = thinker_resources(loop)
+    before = loop.held
     running = ask(loop, PROMPTS[0], max_tokens=20)
     for _ in range(3):
         run_step(loop)
     cancelled = ask(loop, PROMPTS[1], max_tokens=20)
     for _ in range(2):
         run_step(loop)
-    assert loop.scheduler._current is not None, "a chunk is under way"
+    assert loop.held["prompts in a chunk"], "a chunk is under way"
     loop.cancel(cancelled.job)  # type: ignore[attr-defined]
     following = ask(loop, PROMPTS[2], max_tokens=20)
     run_until_idle(loop)
     assert not cancelled.items
     assert [running.tokens(), following.tokens()] == [expected[0], expected[2]]
-    assert thinker_resources(loop) == before
+    assert loop.held == before
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
@@ -557,7 +562,7 @@ def test_requests_that_end_in_any_way_free_everything(is_static: bool) -> None:
     stop = answer_alone(PROMPTS[0], is_static=is_static)[2]
     stage = make_thinker_stage(fail_on=FAILING_ID, nan_on=NAN_ID)
     loop = make_thinker_loop(stage, is_static=is_static, stop_ids=[stop], max_running=3)
-    before = thinker_resources(loop)
+    before = loop.held
     requests = [*PROMPTS, prompt([1, FAILING_ID]), prompt([1, NAN_ID]), prompt([7] * 9)]
     asked = [ask(loop, each, max_tokens=30) for each in requests]
     loop.cancel(asked[-1].job)  # type: ignore[attr-defined]
@@ -565,7 +570,7 @@ def test_requests_that_end_in_any_way_free_everything(is_static: bool) -> None:
     finishes = [item.finish for each in asked for item in each.items if isinstance(item, TokenItem)]
     assert finishes.count("stop") >= 1 and finishes.count("length") >= 1
     assert [len(each.items) for each in asked[-3:-1]] == [1, 1], "one error each"
-    assert thinker_resources(loop) == before
+    assert loop.held == before
 
 
 def answer_alone(request: ThinkerPrompt, stage: LoadedStage | None = None, **options: Any) -> list[int]:
@@ -667,7 +672,7 @@ def record_embedded_rows(stage: LoadedStage) -> list[tuple[object, ...]]:
 def test_a_failed_chunk_fails_every_prompt_in_it_and_no_other(is_static: bool) -> None:
     stage = make_thinker_stage(fail_on=FAILING_ID, max_prompts=4)
     loop = make_thinker_loop(stage, is_static=is_static)
-    before = thinker_resources(loop)
+    before = loop.held
     running = ask(loop, PROMPTS[0], max_tokens=12)
     run_step(loop)
     sharing = [ask(loop, each) for each in (prompt([4, 5]), prompt([1, FAILING_ID]), prompt([7]))]
@@ -675,7 +680,7 @@ def test_a_failed_chunk_fails_every_prompt_in_it_and_no_other(is_static: bool) -
     for each in sharing:
         assert [type(item) for item in each.items] == [FailedItem]
     assert running.tokens() == answer_alone(PROMPTS[0], is_static=is_static, max_tokens=12)
-    assert thinker_resources(loop) == before
+    assert loop.held == before
 
 
 def test_the_time_of_a_call_begins_when_the_device_is_free_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,7 +725,7 @@ def test_the_time_of_a_call_begins_when_the_device_is_free_for_it(monkeypatch: p
 def test_calls_in_flight_are_given_up_with_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device reports errors late: what was launched behind a failed call is not collected any more."""
     loop = make_thinker_loop(is_static=True)
-    before = thinker_resources(loop)
+    before = loop.held
     hurt = [ask(loop, each, max_tokens=30) for each in PROMPTS[:2]]
     for _ in range(4):
         run_step(loop)
@@ -740,4 +745,4 @@ def test_calls_in_flight_are_given_up_with_the_one_that_failed(monkeypatch: pyte
     later = ask(loop, PROMPTS[0], max_tokens=9)
     run_until_idle(loop)
     assert later.tokens() == answer_alone(PROMPTS[0], is_static=True)
-    assert thinker_resources(loop) == before
+    assert loop.held == before

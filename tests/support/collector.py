@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mingc.errors import ServeError
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem, TokenItem
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 
 
 class Collector:
-    """Receives the items of one request."""
+    """Receives the items of one request; its recorder is for loops that are given it."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self.recorder = Recorder()
         self._changed = threading.Condition()
 
     def put(self, item: Item) -> None:
@@ -43,13 +46,13 @@ class Collector:
         items = self.wait(
             lambda items: (
                 any(isinstance(i, FailedItem) for i in items)
-                or sum(isinstance(i, PatchItem) and i.is_segment_end for i in items) == count
+                or sum(isinstance(i, AudioDelta) and i.is_segment_end for i in items) == count
             )
         )
         done: list[np.ndarray] = []
         parts: list[np.ndarray] = []
         for item in items:
-            assert isinstance(item, PatchItem), item
+            assert isinstance(item, AudioDelta), item
             parts.append(item.samples)
             if item.is_segment_end:
                 done.append(np.concatenate(parts))

@@ -21,22 +21,15 @@ from fake_talker import (
     make_talker_group,
 )
 from fake_thinker import make_thinker_loop, thinker_parameters
-from held_resources import loop_resources, wait_until_equal
+from held_resources import wait_until_equal
 
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import (
-    ChatRequest,
-    Event,
-    Message,
-    SamplingParams,
-    ServiceInfo,
-    SpeechParams,
-    SpeechRequest,
-    TextPart,
-)
-from mingc.runtime.service.omni import ChatPipeline, OmniService, SpeechPipeline
+from mingc.runtime.request import ChatRequest, Event, SamplingParams, ServiceInfo, SpeechParams, SpeechRequest
+from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
 
 _STEP_S = 0.03
@@ -132,7 +125,7 @@ async def collect(events: AsyncIterator[Event]) -> list[Event]:
 def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
     """Run `work` on an idle service, close it, check that no request holds resources."""
 
-    before = loop_resources(service)
+    before = service.held
 
     async def whole() -> Any:
         try:
@@ -141,9 +134,10 @@ def run(service: OmniService, work: Coroutine[Any, Any, Any]) -> Any:
             await service.close(shutdown_timeout_s=0)
 
     result = asyncio.run(whole())
-    for loop in service._loops:
+    loops = [*service.talkers] if service.thinker is None else [service.thinker, *service.talkers]
+    for loop in loops:
         loop.scheduler.check()
-    wait_until_equal(before, lambda: loop_resources(service))
+    wait_until_equal(before, lambda: service.held)
     return result
 
 
@@ -159,11 +153,10 @@ def slow_down(service: OmniService, monkeypatch: pytest.MonkeyPatch) -> list[str
 
         return run_slowly
 
-    if service._chat is not None:
-        runner = service._chat.loop._runner
+    if service.thinker is not None:
+        runner = service.thinker.runner
         monkeypatch.setattr(runner, "decode", slow("token", runner.decode))
-    if service._speech is not None:
-        for loop in service._speech.talkers.loops:
-            engines = loop._worker._engines
-            monkeypatch.setattr(engines, "launch", slow("patch", engines.launch))
+    for loop in service.talkers:
+        engines = loop.worker.engines
+        monkeypatch.setattr(engines, "launch", slow("patch", engines.launch))
     return steps

@@ -11,8 +11,8 @@ from mingc.deploy.options import DeployOptions
 from mingc.deploy.ray_metrics import RayMetrics
 from mingc.deploy.replica import BehindProxy, ModelReplica
 from mingc.runtime.request import Service, ServiceInfo
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app
+from mingc.server.app import create_app
+from mingc.server.options import ServeOptions
 
 
 class FakeReplica(ModelReplica):

@@ -13,18 +13,17 @@ from dataclasses import replace
 import numpy as np
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
+from mingc.prompts.conversation import MediaPart, TextPart
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
     Event,
-    MediaPart,
     ServiceInfo,
     ServiceLoad,
     SpeechRequest,
     TextDelta,
     TextDone,
-    TextPart,
     Usage,
 )
 

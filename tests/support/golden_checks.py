@@ -1,14 +1,14 @@
-"""Expected result of `mingc verify --reference` for an artifact of the tiny checkpoint."""
+"""Expected result of `python -m conformance` for an artifact of the tiny checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from mingc_command import DATA, mingc
+from mingc_command import DATA, conformance
 
+from conformance.check import check_conformance
 from mingc.verify.served import verification as served
-from mingc.verify.verification import verify
 
 _TENSORS = ("thinker", "talker", "vae", "vision", "audio", "preprocess")
 PAIRS = "served with pairs of small chunks"
@@ -18,7 +18,7 @@ _VALUES = ("greedy_ids", "moe_topk_ids", "position", "loop.clone", "stream_slidi
 
 def check_goldens(artifact: Path) -> None:
     """Replay all reference values: every comparison passes, and every kind of value was compared."""
-    done = mingc("verify", artifact, "--reference", DATA, "--json")
+    done = conformance(artifact, "--reference", DATA, "--json", "-")
     assert done.code == 0, done.stdout[-3000:] + done.stderr
     result = done.document
     assert result["passed"] and result["failed"] == 0
@@ -33,7 +33,7 @@ def check_goldens_in_process(artifact: Path, *, ways: tuple[str, ...] = SERVED) 
     options = served.served_options
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served, "served_options", lambda *given: {name: options(*given)[name] for name in ways})
-        report = verify(artifact, reference=DATA)
+        report = check_conformance(artifact, DATA)
     assert report.passed, [each for each in report.comparisons if each.outcome == "FAIL"]
     _check_kinds(
         {row.file: row.checked for row in report.files},

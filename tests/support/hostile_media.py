@@ -13,7 +13,7 @@ import soundfile
 from numpy.typing import NDArray
 from PIL import Image
 
-from mingc.runtime.request import VideoParams
+from mingc.prompts.conversation import VideoParams
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts")
 _Box = tuple[bytes, "bytes | list[_Box]"]

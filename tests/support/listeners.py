@@ -29,7 +29,7 @@ class Listener(Collector):
     ) -> None:
         super().__init__()
         self._loop = loop
-        self.stream = loop.open(self.put, lambda: False, is_live=is_live)
+        self.stream = loop.open(self.put, lambda: False, is_live=is_live, recorder=self.recorder)
         self.is_stuck = is_stuck
         for piece in pieces:
             loop.add(self.stream, piece)
@@ -49,6 +49,6 @@ def run_to_end(loop: TalkerLoop, clock: Clock, listeners: Sequence[Listener]) ->
             listener.take()
         if not is_busy:
             run_until_idle(loop)
-            assert loop._due_at < math.inf, "nothing will ever be due"
-            clock.now = max(clock.now, loop._due_at)
+            assert loop.due_at < math.inf, "nothing will ever be due"
+            clock.now = max(clock.now, loop.due_at)
     return clock.now

@@ -8,7 +8,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +44,18 @@ class Finished:
 
 
 def mingc(*words: object) -> Finished:
-    """Run `mingc WORDS` to its end in a process of its own."""
+    """Run `mingc WORDS` to its end in another process."""
+    return _finish("mingc", words)
+
+
+def conformance(*words: object) -> Finished:
+    """Run `python -m conformance WORDS` to its end in another process."""
+    return _finish("conformance", words)
+
+
+def _finish(module: str, words: Sequence[object]) -> Finished:
     done = subprocess.run(
-        [sys.executable, "-m", "mingc", *map(str, words)],
+        [sys.executable, "-m", module, *map(str, words)],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
         capture_output=True,

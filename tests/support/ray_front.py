@@ -56,7 +56,7 @@ class _Recorded:
 @contextmanager
 def run_server(make_service: Callable[[], Any], options: Any = None) -> Iterator[str]:
     """As `server_thread.run_server`, for fake services."""
-    from mingc.server.http.options import ServeOptions
+    from mingc.server.options import ServeOptions
 
     local = make_service()
     url, handle = _front()

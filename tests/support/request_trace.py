@@ -14,9 +14,10 @@ import httpx
 from server_thread import run_server
 
 import mingc
+from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
-from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.service.startup_clock import StartupClock
 
 PACKAGE = Path(mingc.__file__).parent
 
@@ -50,7 +51,9 @@ def trace_spoken_chat(artifact: Path) -> list[str]:
     trace = FileTrace()
     trace.install()
     try:
-        with run_server(lambda: open_service(artifact, EngineOptions(), StartupClock())) as url:
+        with run_server(
+            lambda: open_service(artifact, EngineOptions(), StartupClock(), media=DecoderPool())
+        ) as url:
             body = {
                 "modalities": ["text", "audio"],
                 "audio": {"format": "pcm16", "max_steps": 2},

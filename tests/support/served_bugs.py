@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mingc.runtime.service import omni
+from mingc.runtime.service import pipelines
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.worker import TalkerWorker
+from mingc.runtime.thinker import loop
 from mingc.runtime.thinker.loop import ThinkerLoop
 
 
@@ -94,8 +95,8 @@ def _without_delta(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _image_gate(right: Callable[..., Any]) -> Callable[..., Any]:
-    def prefill_step(self: Any, slices: Any) -> Any:
-        step = right(self, slices)
+    def prefill_step(*words: Any) -> Any:
+        step = right(*words)
         return replace(step, embed_kind=np.minimum(step.embed_kind, 1))
 
     return prefill_step
@@ -177,16 +178,16 @@ BUGS: Mapping[str, ServedBug] = {
     ),
     "gate": ServedBug(
         "audio tokens go through the image gate",
-        ThinkerLoop,
-        "_prefill_step",
+        loop,
+        "prefill_step",
         _image_gate,
         ("audio",),
         "audio.tokens (alone)",
     ),
     "mixed-prompt": ServedBug(
         "the audio of a prompt with an image is lost",
-        omni,
-        "_place",
+        pipelines,
+        "place",
         _without_audio,
         ("image, audio",),
         "image, audio.tokens (alone)",
@@ -208,9 +209,3 @@ BUGS: Mapping[str, ServedBug] = {
         "held after all requests, alone",
     ),
 }
-
-
-def bug_table() -> str:
-    """The table of docs/verification.md."""
-    rows = [f"| {each.what} | `{each.row}` |" for each in BUGS.values()]
-    return "\n".join(["| bug in the serving code | first row that fails |", "|---|---|", *rows])

@@ -15,8 +15,9 @@ CHILD = """
 import os, sys
 from mingc.console import signals
 from fake_service import FakeService
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve
+from mingc.server.options import ServeOptions
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve
 
 class Slow:
     def __del__(self):

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from queue import Queue
 
 from mingc.runtime.request import Service
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.server import create_app, serve_async
+from mingc.server.app import create_app
+from mingc.server.lifecycle import serve_async
+from mingc.server.options import ServeOptions
 
 
 @contextmanager

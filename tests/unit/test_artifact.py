@@ -34,10 +34,9 @@ from mingc.artifacts.artifact import (
 from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
-from mingc.artifacts.target import KernelConfig
+from mingc.artifacts.target import Host, KernelConfig
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
-from mingc.host.machine import Host
 from mingc.runtime.talker.planner import load_voice
 
 
@@ -531,9 +530,8 @@ def test_a_summary_has_the_worst_error_and_counts_a_shared_file_once(
     assert (row.worst_relative_error, row.weight_bytes) == (3e-4, 300)
     assert (row.graphs, row.engines, row.engine_bytes) == (("a", "b", "c"), 1, 40)
     assert (contents.files, contents.total_bytes, contents.schema) == (2, 340, manifest.schema)
-    assert (contents.model, contents.notes, contents.backends, contents.targets) == (
+    assert (contents.model, contents.notes, contents.backends) == (
         "tiny",
         ("one fix-up",),
-        (),
         (),
     )

@@ -21,16 +21,18 @@ from preprocess_data import (
 )
 
 from mingc.errors import RequestError
-from mingc.media.audio import AudioFeatures, load_audio
+from mingc.media.audio import load_audio
+from mingc.media.decoding import InProcessDecoder, run_task
 from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
-from mingc.media.task import MediaTask, run_task
 from mingc.media.video import DecodedFrames, sample_video
-from mingc.prompts.chat import ChatProcessor, MediaEntry
-from mingc.prompts.prompt_writer import Features, MediaFeatures
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
+from mingc.prompts.features import AudioFeatures, Features
+from mingc.prompts.media_decoder import MediaTask
+from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.request import MediaPart, Message, Role, TextPart, VideoParams
 
 CASES = document("preprocess")["processor_template"]
 ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
@@ -38,7 +40,9 @@ ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
 
 def processor(**changes: Any) -> ChatProcessor:
     thinker = dataclasses.replace(thinker_parameters(), **changes)
-    return ChatProcessor(tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters())
+    return ChatProcessor(
+        tokenizer(), thinker, vision=vision_parameters(), audio=audio_parameters(), decoder=InProcessDecoder()
+    )
 
 
 def media_bytes(case: str) -> dict[str, list[bytes]]:
@@ -62,18 +66,18 @@ def recorded_video(options: dict[str, Any]) -> Features:
     return video
 
 
-def recorded_messages(case: str) -> list[Message[MediaEntry]]:
-    """The recorded messages with their media decoded; an entry `2 images` holds two."""
+def recorded_messages(case: str) -> list[Message]:
+    """The recorded messages with their media decoded; an entry `2 images` is two, separated by a newline."""
     data = media_bytes(case)
     messages = []
     for message in CASES[case]["messages"]:
-        content: list[TextPart | MediaEntry] = []
+        content: list[TextPart | MediaPart] = []
         for entry in message["content"]:
             kind = entry["type"]
             if kind == "text":
                 content.append(TextPart(text=entry["text"]))
             elif kind == "video":
-                content.append(MediaEntry(kind=kind, items=(recorded_video(entry),)))
+                content.append(MediaPart(kind=kind, data=recorded_video(entry), where=case))
             else:
                 count = int(entry[kind].split()[0])
                 taken = [data[kind].pop(0) for _ in range(count)]
@@ -82,7 +86,9 @@ def recorded_messages(case: str) -> list[Message[MediaEntry]]:
                     if kind == "image"
                     else [load_audio(each, audio_parameters(), case) for each in taken]
                 )
-                content.append(MediaEntry(kind=kind, items=tuple(items)))
+                for index, item in enumerate(items):
+                    content += [TextPart(text="\n")] if index else []
+                    content.append(MediaPart(kind=kind, data=item, where=case))
         messages.append(Message(role=ROLES[message["role"]], parts=tuple(content)))
     system = CASES[case]["kwargs"].get("sys_prompt_exp")
     if system is not None:
@@ -105,7 +111,7 @@ def check(prompt: ThinkerPrompt, case: str) -> None:
 def test_prompts_equal_the_goldens(case: str) -> None:
     recorded = CASES[case]
     thinking = recorded["kwargs"].get("use_cot_system_prompt", False)
-    prompt, media = processor().build(recorded_messages(case), thinking=thinking)
+    prompt, media = processor().prepare(recorded_messages(case), thinking=thinking)
     check(prompt, case)
     grids = recorded.get("image_grid_thw", []) + recorded.get("video_grid_thw", [])
     assert [list(span.grid) for span in exploded(media)] == grids
@@ -128,7 +134,7 @@ def exploded(media: MediaFeatures) -> list[Any]:
 @pytest.mark.parametrize("case", ["text", "image", "audio", "video", "image_and_audio"])
 def test_masks_equal_the_goldens_of_the_thinker(case: str) -> None:
     recorded, name = tensors("thinker"), "mixed" if case == "image_and_audio" else case
-    prompt, _ = processor().build(recorded_messages(case))
+    prompt, _ = processor().prepare(recorded_messages(case))
     assert prompt.input_ids.tolist() == recorded[f"{name}.input_ids"][0].tolist()
     assert prompt.positions.tolist() == recorded[f"{name}.position_ids"][:, 0].tolist()
     for kind, mask in ((VISION, "image_mask"), (AUDIO, "audio_mask")):
@@ -157,7 +163,7 @@ def test_encoded_media_give_the_same_prompt(case: str) -> None:
 
 
 def test_spans_cover_the_tokens_with_embeddings() -> None:
-    prompt, media = processor().build(recorded_messages("video"))
+    prompt, media = processor().prepare(recorded_messages("video"))
     merge = vision_parameters().merge_size
     assert [(span.kind, span.length) for span in media.spans] == [("video", 4), ("video", 4)]
     rows = np.concatenate([np.arange(span.start, span.start + span.length) for span in media.spans])
@@ -166,7 +172,7 @@ def test_spans_cover_the_tokens_with_embeddings() -> None:
     assert set(prompt.input_ids[rows]) == {thinker_parameters().frame_patch_token}
 
 
-def user(*parts: TextPart | MediaPart | str) -> Message[MediaPart]:
+def user(*parts: TextPart | MediaPart | str) -> Message:
     return Message(
         role="user", parts=tuple(TextPart(text=part) if isinstance(part, str) else part for part in parts)
     )
@@ -201,6 +207,7 @@ def parsing_processor() -> ChatProcessor:
         vision=vision_parameters(),
         audio=audio_parameters(),
         parse_special_tokens=True,
+        decoder=InProcessDecoder(),
     )
 
 
@@ -233,7 +240,7 @@ def test_special_tokens_in_text_are_plain_text(role: Role, typed: str) -> None:
     assert set(prompt.embed_kind) == {WORD}
 
 
-def replace_text(message: Message[MediaPart], text: str) -> Message[MediaPart]:
+def replace_text(message: Message, text: str) -> Message:
     return Message(role=message.role, parts=(TextPart(text=text),))
 
 
@@ -242,11 +249,11 @@ def test_an_image_named_in_the_text_is_seen() -> None:
     messages = recorded_messages("image_placeholder_in_text")
     (image, text) = messages[0].parts
     for chat in (processor(), parsing_processor()):
-        prompt, media = chat.build(messages)
+        prompt, media = chat.prepare(messages)
         assert len(media.vision) == 1
-        seen = chat.build([Message(role="user", parts=(image, TextPart(text="x")))])[0]
+        seen = chat.prepare([Message(role="user", parts=(image, TextPart(text="x")))])[0]
         assert (prompt.embed_kind == VISION).sum() == (seen.embed_kind == VISION).sum() > 0
-    prompt, _ = processor().build(messages)
+    prompt, _ = processor().prepare(messages)
     assert specials(prompt.input_ids).count("<image>") == 1
     assert isinstance(text, TextPart) and text.text in decoded(prompt)
 
@@ -254,7 +261,7 @@ def test_an_image_named_in_the_text_is_seen() -> None:
 def test_parsed_tags_without_an_image_give_the_golden() -> None:
     messages = recorded_messages("image_placeholder_in_text")
     text_only = Message(role="user", parts=messages[0].parts[1:])
-    prompt, media = parsing_processor().build([text_only])
+    prompt, media = parsing_processor().prepare([text_only])
     check(prompt, "image_placeholder_in_text")
     assert not media.vision
 
@@ -263,11 +270,11 @@ def test_parsed_tags_without_an_image_give_the_golden() -> None:
 @pytest.mark.parametrize("kind", ["image", "audio", "video"])
 def test_typed_tags_do_not_move_media(kind: str, typed: str) -> None:
     (recorded,) = recorded_messages(kind)
-    entry = next(part for part in recorded.parts if isinstance(part, MediaEntry))
+    entry = next(part for part in recorded.parts if isinstance(part, MediaPart))
     with_tag = Message(role="user", parts=(entry, TextPart(text=f"What is {typed}?")))
     without = Message(role="user", parts=(entry, TextPart(text="What is it?")))
-    tagged, tagged_media = processor().build([with_tag])
-    plain, plain_media = processor().build([without])
+    tagged, tagged_media = processor().prepare([with_tag])
+    plain, plain_media = processor().prepare([without])
     assert tagged_media.spans == plain_media.spans and tagged_media.spans
     end = tagged_media.spans[-1].start + tagged_media.spans[-1].length
     np.testing.assert_array_equal(tagged.input_ids[:end], plain.input_ids[:end])
@@ -291,15 +298,15 @@ def test_parsed_patch_tokens_keep_word_embeddings() -> None:
 
 def test_a_long_prompt_is_refused_before_it_runs() -> None:
     with pytest.raises(RequestError, match=r"has 48 tokens.*48") as caught:
-        processor(max_positions=48).build(recorded_messages("text"))
+        processor(max_positions=48).prepare(recorded_messages("text"))
     assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
-    processor(max_positions=49).build(recorded_messages("text"))
+    processor(max_positions=49).prepare(recorded_messages("text"))
 
 
 def test_a_refused_prompt_names_the_context_size() -> None:
     chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=48)
     with pytest.raises(RequestError, match="the context holds 48 with the answer"):
-        chat.build(recorded_messages("text"))
+        chat.prepare(recorded_messages("text"))
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +322,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch: p
 
 def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
     vision = dataclasses.replace(vision_parameters(), max_patches=20)
-    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=vision, audio=None)
+    chat = ChatProcessor(
+        tokenizer(), thinker_parameters(), vision=vision, audio=None, decoder=InProcessDecoder()
+    )
     image = MediaPart(kind="image", data=png(noise_image(64, 96)), where="messages[0].content[0]")
     with pytest.raises(RequestError, match="24 patches") as caught:
         chat.prepare([user(image)])
@@ -347,9 +356,7 @@ def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> Me
         ([user(image_part(kind="video"))], "video cannot be decoded", "messages[0].content[0]"),
     ],
 )
-def test_invalid_conversations_are_refused(
-    messages: list[Message[MediaPart]], words: str, param: str
-) -> None:
+def test_invalid_conversations_are_refused(messages: list[Message], words: str, param: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         processor().prepare(messages)
     assert caught.value.param == caught.value.where == param
@@ -368,9 +375,10 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
 def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
     tasks: list[tuple[MediaTask, bytes]] = []
 
-    def decode(task: MediaTask, data: bytes) -> Features:
-        tasks.append((task, data))
-        return run_task(task, data)
+    class Recorder(InProcessDecoder):
+        def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+            tasks.append((task, bytes(data)))
+            return run_task(task, data)
 
     made = ChatProcessor(
         tokenizer(),
@@ -378,8 +386,7 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
         vision=vision_parameters(),
         audio=audio_parameters(),
         max_tokens=4000,
-        decode=decode,
-        max_media_bytes=50_000_000,
+        decoder=Recorder(max_bytes=50_000_000),
     )
     data = {
         "a": png(noise_image(64, 64)),
@@ -406,7 +413,8 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
             vision=vision_parameters() if kind == "image" else None,
             audio=audio_parameters() if kind == "audio" else None,
             video=params,
-            limits=MediaLimits(max_bytes=left, max_tokens=4000),
+            max_bytes=left,
+            max_tokens=4000,
         )
         expected.append((task, data[where]))
         found = run_task(task, data[where])

@@ -13,8 +13,8 @@ import pytest
 
 from mingc.probe import cold_start
 from mingc.probe.cold_start import INTERPRETER, measure_cold_start, phases
-from mingc.runtime.service import startup
-from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.service import startup_clock
+from mingc.runtime.service.startup_clock import StartupClock
 
 SERVER = """#!{python} -SE
 import json, os, sys
@@ -64,7 +64,7 @@ def fake_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, **valu
 
 def test_nested_phases_add_up_to_the_time_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0, 8.0, 20.0, 30.0, 31.0, 40.0, 42.0])
-    monkeypatch.setattr(startup, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(startup_clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = StartupClock()  # 0
     with clock.phase("outer"):  # 1 to 30
         with clock.phase("inner"):  # 3 to 7
@@ -151,18 +151,7 @@ def test_bytes_from_the_disk_are_those_of_the_process(monkeypatch: pytest.Monkey
     assert cold_start._disk_bytes(7) == 4096 and cold_start._disk_bytes(8) is None
 
 
-@pytest.mark.parametrize(
-    ("engines", "target", "words"),
-    [
-        ((), None, []),
-        (("cfm=onnx", "thinker=aoti"), None, ["--engines", "cfm=onnx,thinker=aoti"]),
-        ((), "rtx:sm89", ["--target", "rtx:sm89"]),
-        (("cfm=onnx",), "cpu", ["--engines", "cfm=onnx", "--target", "cpu"]),
-    ],
-)
-def test_the_server_runs_the_engines_that_are_probed(
-    engines: tuple[str, ...], target: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_is_started_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     class Child:
@@ -175,11 +164,11 @@ def test_the_server_runs_the_engines_that_are_probed(
     monkeypatch.setenv("KEPT", "1")
     monkeypatch.setattr(cold_start.subprocess, "Popen", Child)
     with pytest.raises(OSError, match="no process"):
-        measure_cold_start(Path("some"), lambda step: None, engines, target)
+        measure_cold_start(Path("some"), lambda step: None)
     ((interpreter, *rest),) = asked
     serve = ["-m", "mingc.console.child_main", "serve", "some"]
     options = ["--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
-    assert interpreter == sys.executable and rest == [*serve, *options, *words]
+    assert interpreter == sys.executable and rest == [*serve, *options]
 
 
 def test_only_what_the_model_gives_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

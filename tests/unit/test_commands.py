@@ -25,20 +25,26 @@ import click
 import pytest
 
 import mingc
-from mingc import cli
 from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
 from mingc.commands import doctor_report
+from mingc.commands import export as export_command
+from mingc.commands import probe as probe_command
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
-from mingc.export import checkpoint_writer, pipeline
-from mingc.export.pipeline import Step
+from mingc.export import run as export_run
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import Step
+from mingc.export.synthetic import writer
+from mingc.media.decoder_pool import DecoderPool
+from mingc.media.options import MediaOptions
+from mingc.options import options_of
 from mingc.probe import baseline, engine_trial, prober
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.service import builder
 from mingc.runtime.service.options import EngineOptions
-from mingc.server.http import logs, server
-from mingc.verify import engine_replay, verification
+from mingc.server import app, lifecycle, logs
+from mingc.verify import engine_run, verification
 from mingc.verify.served import record
 from mingc.verify.served import verification as served_verification
 from mingc.verify.served.verification import ServiceReport
@@ -62,7 +68,7 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Keyword arguments that `verify` gets, and attributes of the recipe of an export."""
+    """Keyword arguments that `verify` gets, and the recipe of an export."""
     found: list[dict[str, Any]] = []
 
     def verify(path: Path, **given: Any) -> VerifyReport:
@@ -74,7 +80,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return Result()
 
     monkeypatch.setattr(verification, "verify", verify)
-    monkeypatch.setattr(cli, "_export", export)
+    monkeypatch.setattr(export_command, "run_export", export)
+    monkeypatch.setattr(probe_command, "run_export", export)
     return found
 
 
@@ -87,7 +94,6 @@ REPORT = VerifyReport(
     files_hashed=1,
     files=(),
     comparisons=(),
-    not_engine_outputs=(),
 )
 
 
@@ -98,13 +104,6 @@ def test_verify_exits_with_3_when_a_comparison_fails(
     report = replace(REPORT, passed=not failed, failed=failed)
     monkeypatch.setattr(verification, "verify", lambda path, **_: report)
     assert run("verify", "x") == code
-
-
-@pytest.mark.parametrize("option", ["--reference", "--against"])
-def test_verify_compares_with_the_folder_of_either_option(option: str, calls: list[dict[str, Any]]) -> None:
-    assert run("verify", "x") == 0
-    assert run("verify", "x", option, "goldens") == 0
-    assert [each["reference"] for each in calls] == [None, Path("goldens")]
 
 
 def test_verify_runs_engines_unless_no_replay_is_given(calls: list[dict[str, Any]]) -> None:
@@ -128,13 +127,13 @@ def test_export_is_for_as_many_ranks_as_asked(ranks: int, calls: list[dict[str, 
 
 
 @pytest.fixture
-def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
+def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
-    def open_service(artifact: Path, options: EngineOptions, clock: object) -> None:
+    def open_service(artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder) -> None:
         opened.append(options)
         raise WorkerError("far enough")
 
@@ -143,7 +142,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         return listeners[-1]
 
     monkeypatch.setattr(builder, "open_service", open_service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
 
     def options(*words: str) -> EngineOptions:
@@ -169,8 +168,9 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
         (["--speech-lead", "0"], "speech_lead", 0),
         (["--speech-lead", "7"], "speech_lead", 7),
         (["--step-timeout", "7"], "step_timeout_s", 7.0),
-        (["--max-media-memory", str(1 << 30)], "max_media_memory", 1 << 30),
-        (["--media-decode-timeout", "3"], "media_decode_timeout_s", 3.0),
+        (["--encoder-cache", str(1 << 30)], "encoder_cache", 1 << 30),
+        (["--encoder-cache", "1GiB"], "encoder_cache", 1 << 30),
+        (["--step-timeout", "5min"], "step_timeout_s", 300.0),
         (["--served-model-name", "a", "--served-model-name", "b"], "served_model_names", ("a", "b")),
         (["--parse-special-tokens"], "parse_special_tokens", True),
         (["--no-check-hashes"], "check_hashes", False),
@@ -179,16 +179,35 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_serve_opens_the_artifact_with_its_options(
-    words: list[str], name: str, value: object, options_of: Callable[..., EngineOptions]
+    words: list[str], name: str, value: object, served_options: Callable[..., EngineOptions]
 ) -> None:
-    assert getattr(options_of(), name) != value
-    assert getattr(options_of(*words), name) == value
+    assert getattr(served_options(), name) != value
+    assert getattr(served_options(*words), name) == value
+
+
+def test_serve_decodes_media_within_its_options(
+    served_options: Callable[..., EngineOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[tuple[MediaOptions, int]] = []
+
+    def from_options(options: MediaOptions, *, num_prepared: int) -> None:
+        pools.append((options, num_prepared))
+
+    monkeypatch.setattr(DecoderPool, "from_options", from_options)
+    threads = served_options(
+        "--max-media-memory", "1GiB", "--media-decode-timeout", "3"
+    ).num_preprocess_threads
+    assert pools == [(MediaOptions(max_media_memory=1 << 30, media_decode_timeout_s=3.0), threads)]
+    for words in (["--max-media-memory", "0"], ["--media-decode-timeout", "inf"]):
+        assert run("serve", "x", *words) == 2
 
 
 def test_a_port_in_use_is_reported_before_the_artifact_is_opened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(builder, "open_service", lambda *_: pytest.fail("loaded before the port was bound"))
+    monkeypatch.setattr(
+        builder, "open_service", lambda *_, **__: pytest.fail("loaded before the port was bound")
+    )
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert run("serve", "x", "--port", str(taken.getsockname()[1])) == 2
@@ -308,7 +327,6 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "checkpoint": ([], Path("x")),
     "output": ([], Path("y")),
     "target": (["--target", "cuda"], "cuda"),
-    "other_targets": (["--target", "cpu", "--target", "cuda"], ("cuda",)),
     "dtype": (["--dtype", "bfloat16"], "bfloat16"),
     "world_size": (["--tp", "4"], 4),
     "stages": (["--stages", "cfm, talker"], ("cfm", "talker")),
@@ -324,11 +342,10 @@ EXPORT_OPTIONS: dict[str, tuple[list[str], object]] = {
     "quantize": (["--quantize", "cfm=fp8", "--quantize", "thinker=int4"], ("cfm=fp8", "thinker=int4")),
     "autotune": (["--no-autotune"], False),
     "backend": (["--backend", "aoti", "--backend", "aoti:cfm"], ("aoti", "aoti:cfm")),
-    "keep_all": (["--backend", "auto", "--keep-all"], True),
 }
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(ExportRecipe)])
+@pytest.mark.parametrize("name", ["checkpoint", *options_of(ExportRecipe)])
 def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[str, Any]]) -> None:
     """None is ignored, and what is not asked for stays as the documentation says."""
     words, value = EXPORT_OPTIONS[name]
@@ -342,7 +359,7 @@ def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[s
         changed = {
             each.name for each in fields(usual) if getattr(usual, each.name) != getattr(recipe, each.name)
         }
-        assert changed == {name} | ({"backend"} if name == "keep_all" else set())
+        assert changed == {name}
 
 
 @pytest.mark.parametrize(
@@ -422,7 +439,7 @@ def test_synth_writes_what_it_is_asked_to(
         asked.append({"config": config, "output": output, **given})
         return Result()
 
-    monkeypatch.setattr(checkpoint_writer, "synthesize", synthesize)
+    monkeypatch.setattr(writer, "synthesize", synthesize)
     assert run("synth", "y", *words) == 0
     assert {name: asked[0][name] for name in (*expected, "output")} == {**expected, "output": Path("y")}
 
@@ -436,13 +453,13 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
     served: list[object] = []
 
     listeners: list[socket.socket] = []
-    bind = server.bind_socket
+    bind = lifecycle.bind_socket
 
     def bind_socket(host: str, port: int) -> socket.socket:
         listeners.append(bind(host, port))
         return listeners[-1]
 
-    def check_service(given: object, artifact: Path, target: str | None) -> ServiceReport:
+    def check_service(given: object, artifact: Path) -> ServiceReport:
         checked.append((given, artifact))
         return ServiceReport(
             passed=passes, checked=5, failed=int(not passes), worst_error=0.0, comparisons=()
@@ -454,11 +471,11 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
         return True
 
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(builder, "open_service", lambda *_: service)
-    monkeypatch.setattr(server, "bind_socket", bind_socket)
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
+    monkeypatch.setattr(lifecycle, "bind_socket", bind_socket)
     monkeypatch.setattr(served_verification, "check_service", check_service)
-    monkeypatch.setattr(server, "create_app", lambda given, *_: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, *_: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     assert run("serve", "x", "--port", "0", "--self-check") == code
     listeners[0].close()
     assert checked == [(service, Path("x"))] and served == [service] * passes
@@ -487,10 +504,10 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
         return in_order
 
     monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
-    monkeypatch.setattr(builder, "open_service", lambda *_: service)
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
-    monkeypatch.setattr(server, "create_app", lambda given, http, keys: given)
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda given, http, keys: given)
+    monkeypatch.setattr(lifecycle, "serve", serve)
     words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
     assert run("serve", "x", "--port", "0", *words) == code
     assert levels == [("warning", "json")]
@@ -511,7 +528,7 @@ def test_a_signature_is_asked_for_before_anything_is_loaded(
 
     monkeypatch.setattr(signatures, "require_signature", require_signature)
     monkeypatch.setattr(logs, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(builder, "open_service", lambda *_: pytest.fail("loaded before the signature"))
+    monkeypatch.setattr(builder, "open_service", lambda *_, **__: pytest.fail("loaded before the signature"))
     assert run("serve", "x", "--port", "0", "--require-signature", "key.pub") == 1
     assert asked == [(Path("x"), "key.pub")] and "signed with another key" in capsys.readouterr().err
     assert run("serve", "x", "--port", "0", "--require-signature", "key.pub", "--no-check-hashes") == 2
@@ -618,12 +635,15 @@ def test_an_export_replays_records_and_reports_its_steps(
         progress(Step(name="engine", subject="cfm.sample", done=1, total=2, seconds=3.25))
         return Result()
 
-    monkeypatch.setattr(pipeline, "export_artifact", export_artifact)
+    monkeypatch.setattr(export_run, "export_artifact", export_artifact)
     assert run("export", "x", "--output", "y", "--json") == 0
-    assert asked == [(Path("y"), engine_replay.replay, record.record_goldens, engine_trial.time_engines)]
+    assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
-    assert "prefill chunk size" in err and json.loads(out) == {"regressions": []}
+    assert err.startswith("export: x --output y --cache ") and "--jobs" not in err, (
+        "only what is not the default"
+    )
+    assert json.loads(out) == {"regressions": []}
 
 
 def test_verify_reports_its_steps_and_counts(

@@ -17,8 +17,8 @@ from conversation import (
     add_answers,
     beside_ratios,
     capacity,
-    counted_steps,
-    experts_read,
+    check_cold,
+    encoder_hits,
     is_sustained,
     stages_ms,
 )
@@ -28,9 +28,9 @@ from PIL import Image
 from speech_clients import RATE, ReceivedSpeech
 
 from mingc.runtime.request import ServiceLoad
-from mingc.server.http.metrics import Metrics
-from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import parse_chat, parse_speech
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
 
 SIZES = Sizes(words=5, tokens=20, patches=10, image_pixels=96, clip_s=1.5)
 
@@ -152,20 +152,13 @@ def test_text_beside_speakers_is_compared_with_text_alone() -> None:
     assert [each["median"] for each in beside_ratios(samples)] == [1.1, 3.0]
 
 
-def test_experts_of_a_load_are_those_counted_between_two_scrapes() -> None:
+def test_a_measurement_fails_when_requests_are_answered_from_a_cache() -> None:
     metrics = Metrics()
-    scrapes = [
-        metrics.render(ServiceLoad(experts_read=load)).decode()
-        for load in ({}, {1: (2, 8.0), 4: (1, 10.5)}, {1: (2, 8.0), 4: (4, 45.0), 8: (2, 50.5)})
-    ]
-    assert counted_steps(scrapes[0]) == {}
-    assert counted_steps(scrapes[2]) == {1: (2.0, 8.0), 4: (4.0, 45.0), 8: (2.0, 50.5)}
-    rows = experts_read(scrapes[1], scrapes[2], load="counted", concurrency=8)
-    assert [(row["batch"], row["mean"], row["counted_steps"]) for row in rows] == [
-        (4, 11.5, 3),
-        (8, 25.25, 2),
-    ]
-    assert {(row["name"], row["load"], row["concurrency"]) for row in rows} == {
-        ("experts_read", "counted", 8)
-    }
-    assert [row["mean"] for row in experts_read(scrapes[0], scrapes[1])] == [4.0, 10.5]
+    scrape = metrics.render(ServiceLoad(encoder_hits=3)).decode()
+    assert encoder_hits(scrape) == 3
+    cold = Answer(0.0, Seen(0.0, [1.0], cached_tokens=32), None)
+    warm = Answer(0.0, Seen(0.0, [1.0], cached_tokens=320), None)
+    check_cold([cold, None], 0)
+    for answers, hits in (([cold, warm], 0), ([cold], 1)):
+        with pytest.raises(SystemExit, match="came from a cache"):
+            check_cold(answers, hits)

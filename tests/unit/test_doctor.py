@@ -19,12 +19,13 @@ from manifest_edit import edit_manifest
 from packaging.requirements import Requirement
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.artifacts.target import Host
 from mingc.bundles.packing import pack
 from mingc.commands import doctor_report
 from mingc.commands.doctor_report import Check, DoctorReport, TargetVerdict, Verdict, examine
 from mingc.export.compile import tensorrt_program
 from mingc.host import machine as host
-from mingc.host.machine import Gpu, Host
+from mingc.host.machine import Gpu
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = ("serve", "sign", "bundle", "export", "onnx", "tensorrt")

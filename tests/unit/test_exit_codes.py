@@ -106,7 +106,6 @@ def test_debug_adds_the_traceback_of_a_bug(capsys: pytest.CaptureFixture[str]) -
 # one; with 0 the service never closes.
 _SERVE = """
 import asyncio, signal, sys, types
-from dataclasses import make_dataclass
 from fake_service import FakeService
 from mingc.cli import main
 from mingc.console import signals
@@ -118,9 +117,7 @@ class Slow(FakeService):
             await asyncio.sleep(1)
 
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
-options = sys.modules["mingc.runtime.service.options"] = types.ModuleType("options")
-options.EngineOptions = lambda **given: make_dataclass("EngineOptions", given)(**given)
-builder.open_service = lambda *_: Slow()
+builder.open_service = lambda *_, media: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])

@@ -28,11 +28,12 @@ from mingc.errors import RequestError
 from mingc.media import audio as audio_module
 from mingc.media import video as video_module
 from mingc.media.audio import decode_audio, load_audio
+from mingc.media.decoding import InProcessDecoder
 from mingc.media.image import decode_image, load_image
 from mingc.media.limits import MIB, MediaLimits
 from mingc.media.video import load_video
 from mingc.prompts.chat import ChatProcessor
-from mingc.runtime.request import MediaPart, Message, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, VideoParams
 
 WHERE = "messages[0].content[0]"
 # As the released artifact, whose largest frame has 16,384 tokens.
@@ -160,7 +161,11 @@ def test_a_picture_of_a_camera_fits_the_default_limit() -> None:
 
 def test_the_media_of_a_request_share_their_memory() -> None:
     processor = ChatProcessor(
-        tokenizer(), thinker_parameters(), vision=vision_parameters(), audio=None, max_media_bytes=10_000_000
+        tokenizer(),
+        thinker_parameters(),
+        vision=vision_parameters(),
+        audio=None,
+        decoder=InProcessDecoder(max_bytes=10_000_000),
     )
 
     def prepare(count: int) -> None:

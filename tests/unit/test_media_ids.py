@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from preprocess_data import audio_parameters, vision_parameters
 
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
-from mingc.media.limits import MediaLimits
-from mingc.media.task import MediaTask, digest_of, with_digest
-from mingc.media.video import VideoFeatures
+from mingc.media.decoding import digest_of, with_digest
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.features import AudioFeatures, VideoFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaTask
 from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
 from mingc.runtime.encoders.media_ids import content_digest, media_digests, media_ids
-from mingc.runtime.request import VideoParams
 
 RANDOM = np.random.default_rng(0)
 IMAGE = VisionFeatures(
@@ -65,7 +63,7 @@ def test_a_file_has_another_digest_when_its_features_may_differ(
 ) -> None:
     """Not when only limits, names in errors or settings of other media do."""
     vision, audio = (None, audio_parameters()) if kind == "audio" else (vision_parameters(), None)
-    task = MediaTask(kind=kind, where="a", vision=vision, audio=audio)
+    task = MediaTask(kind=kind, where="a", max_bytes=1 << 20, vision=vision, audio=audio)
     tasks = [task, replace(task, kind="image" if kind == "video" else "video")]
     if vision is not None:
         tasks.append(replace(task, vision=replace(vision, patch_size=vision.patch_size + 1)))
@@ -76,7 +74,7 @@ def test_a_file_has_another_digest_when_its_features_may_differ(
         tasks.append(slower)
     else:
         assert digest_of(slower, FILE) == digest_of(task, FILE)
-    elsewhere = replace(task, where="b", limits=MediaLimits(max_bytes=1, max_tokens=2))
+    elsewhere = replace(task, where="b", max_bytes=1, max_tokens=2)
     assert digest_of(elsewhere, FILE) == digest_of(task, FILE)
     digests = {digest_of(each, data) for each in tasks for data in (FILE, FILE[:-1] + b"f", FILE[:-1])}
     assert len(digests) == 3 * len(tasks) and {len(each) for each in digests} == {32}

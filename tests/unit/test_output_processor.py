@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -29,7 +29,7 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.runtime.request_stream import EventQueue, FailedItem, Item, PatchItem, RequestStream, TokenItem
+from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
 from mingc.runtime.service import output_processor
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
@@ -39,8 +39,8 @@ from mingc.runtime.service.output_processor import (
 )
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.text.live import LiveSegmenter
 from mingc.text.segment import iter_speech_segments
+from mingc.text.spoken import SpokenText
 
 
 def test_a_moment_is_that_of_its_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +80,30 @@ class FakeSpeechStream:
         self.texts += texts
 
 
-def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
-    words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
-    speech_stream = FakeSpeechStream()
-    run = ChatOutputProcessor(
-        cast(Detokenizer, Words(words)),
-        SamplingParams(),
-        prompt_tokens=1,
-        speech_stream=cast(SpeechStream, speech_stream),
-        is_reproducible=True,
-        max_segment_length=50,
+def make_processor(
+    detokenizer: object,
+    sampling: SamplingParams | None = None,
+    *,
+    speech: FakeSpeechStream | None = None,
+    is_reproducible: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    prompt_tokens: int = 1,
+) -> ChatOutputProcessor:
+    return ChatOutputProcessor(
+        cast(Detokenizer, detokenizer),
+        sampling or SamplingParams(),
+        prompt_tokens=prompt_tokens,
+        speech_stream=cast(SpeechStream, speech) if speech else None,
+        spoken_text=SpokenText(50, is_reproducible=is_reproducible, clock=clock) if speech else None,
         sample_rate=44100,
         timings=Timings(),
     )
+
+
+def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
+    words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
+    speech_stream = FakeSpeechStream()
+    run = make_processor(Words(words), speech=speech_stream)
     events = []
     for index in range(len(words)):
         finish = "stop" if index == len(words) - 1 else None
@@ -110,16 +121,8 @@ def answer(
     speech: FakeSpeechStream | None = None,
 ) -> tuple[str, Done, list[Event]]:
     """The text, the last event and all events of an answer of these tokens; some more tokens arrive after a stop."""
-    run = ChatOutputProcessor(
-        tokenizer().detokenizer(),
-        SamplingParams(stop=tuple(stop)),
-        prompt_tokens=5,
-        speech_stream=cast(SpeechStream, speech) if speech else None,
-        is_reproducible=True,
-        max_segment_length=50,
-        sample_rate=44100,
-        timings=Timings(),
-    )
+    sampling = SamplingParams(stop=tuple(stop))
+    run = make_processor(tokenizer().detokenizer(), sampling, speech=speech, prompt_tokens=5)
     is_last = [False] * len(ids)
     if ids and not has_stop_token:
         is_last[-1] = True
@@ -143,16 +146,7 @@ def answer(
 
 def text_processor() -> ChatOutputProcessor:
     """Of a greedy chat without speech."""
-    return ChatOutputProcessor(
-        tokenizer().detokenizer(),
-        SamplingParams(),
-        prompt_tokens=5,
-        speech_stream=None,
-        is_reproducible=True,
-        max_segment_length=50,
-        sample_rate=44100,
-        timings=Timings(),
-    )
+    return make_processor(tokenizer().detokenizer(), prompt_tokens=5)
 
 
 def encode(text: str) -> list[int]:
@@ -217,23 +211,6 @@ def test_an_answer_cut_inside_a_character_ends_as_python_decodes_it(text: str, h
         assert done.usage.completion_tokens == len(ids)
 
 
-def test_the_logits_of_a_stop_token_belong_to_no_text() -> None:
-    """A character that the stop token cuts off ends the text, but there is one row of logits per token."""
-    run = text_processor()
-    ids = encode("好")[:-1]
-    rows = [np.full(3, value, np.float32) for value in range(len(ids) + 1)]
-    events: list[Event] = []
-    for token, finish, row in zip([*ids, None], [None] * len(ids) + ["stop"], rows, strict=True):
-        events += run.accept(TokenItem(token=token, finish=cast(FinishReason, finish), logits=row))
-    deltas = [event for event in events if isinstance(event, TextDelta)]
-    assert [(each.token, each.logits is None) for each in deltas] == [
-        *((token, False) for token in ids),
-        (None, True),
-    ]
-    assert deltas[-1].text == "\ufffd"
-    assert all(np.array_equal(each.logits, row) for each, row in zip(deltas[:-1], rows, strict=False))
-
-
 def token_bytes(ids: Iterable[int]) -> bytes:
     """Bytes of byte-level tokens, by GPT-2's table: printable bytes stand for themselves, the others follow U+00FF."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -293,16 +270,7 @@ def test_the_error_of_a_failed_request_is_raised() -> None:
 
 def answer_of_words(words: Sequence[str], sampling: SamplingParams) -> tuple[str, bool]:
     """The text of an answer of these tokens, and whether a stop string ended it."""
-    run = ChatOutputProcessor(
-        cast(Detokenizer, Words(words)),
-        sampling,
-        prompt_tokens=1,
-        speech_stream=None,
-        is_reproducible=False,
-        max_segment_length=0,
-        sample_rate=44100,
-        timings=Timings(),
-    )
+    run = make_processor(Words(words), sampling)
     events = []
     for index in range(len(words)):
         if run.is_text_done:
@@ -348,22 +316,15 @@ class Clock:
         return self.now
 
 
-def slow_answer(
-    monkeypatch: pytest.MonkeyPatch, *, is_reproducible: bool, with_speech: bool = True
-) -> tuple[list[str], float | None]:
+def slow_answer(*, is_reproducible: bool, with_speech: bool = True) -> tuple[list[str], float | None]:
     """What is spoken half a second after the first clause, and how long the processor waits for further items."""
     clock, words = Clock(), ["Well, ", "my dear old friend, ", "it is"]
-    monkeypatch.setattr(output_processor, "LiveSegmenter", partial(LiveSegmenter, clock))
     speech = FakeSpeechStream()
-    run = ChatOutputProcessor(
-        cast(Detokenizer, Words(words)),
-        SamplingParams(),
-        prompt_tokens=1,
-        speech_stream=cast(SpeechStream, speech) if with_speech else None,
+    run = make_processor(
+        Words(words),
+        speech=speech if with_speech else None,
         is_reproducible=is_reproducible,
-        max_segment_length=50,
-        sample_rate=44100,
-        timings=Timings(),
+        clock=clock,
     )
     for token in range(len(words)):
         run.accept(TokenItem(token=token, finish=None))
@@ -376,19 +337,19 @@ def slow_answer(
     return speech.texts, wait_s
 
 
-def test_the_first_clause_is_spoken_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, wait_s = slow_answer(monkeypatch, is_reproducible=False)
+def test_the_first_clause_is_spoken_after_a_short_wait() -> None:
+    texts, wait_s = slow_answer(is_reproducible=False)
     assert texts[0] == "Well, my dear old friend,"
     assert wait_s is not None and 0.0 < wait_s <= 0.1
 
 
-def test_seeded_speech_does_not_depend_on_the_speed_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, wait_s = slow_answer(monkeypatch, is_reproducible=True)
+def test_seeded_speech_does_not_depend_on_the_speed_of_tokens() -> None:
+    texts, wait_s = slow_answer(is_reproducible=True)
     assert "".join(texts).startswith("Well, my dear old friend, it is") and wait_s is None
 
 
-def test_an_answer_without_speech_waits_for_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slow_answer(monkeypatch, is_reproducible=False, with_speech=False) == ([], None)
+def test_an_answer_without_speech_waits_for_tokens_only() -> None:
+    assert slow_answer(is_reproducible=False, with_speech=False) == ([], None)
 
 
 class FakeTalker:
@@ -401,7 +362,9 @@ class FakeTalker:
         self.added: list[tuple[int, SimpleNamespace]] = []
         self.playing: list[int] = []
 
-    def open(self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool) -> int:
+    def open(
+        self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool, recorder: None
+    ) -> int:
         self.emit, self.is_behind, self.is_live = emit, is_behind, is_live
         return 7
 
@@ -444,14 +407,8 @@ def speech_stream(
     return stream, items, talker
 
 
-def patch(*, is_segment_end: bool = False, is_capped: bool = False) -> PatchItem:
-    return PatchItem(
-        samples=np.zeros(10, np.float32),
-        latents=np.zeros((1, 2), np.float32),
-        stop_probability=0.1,
-        is_segment_end=is_segment_end,
-        is_capped=is_capped,
-    )
+def patch(*, is_segment_end: bool = False, is_capped: bool = False) -> AudioDelta:
+    return AudioDelta(samples=np.zeros(10, np.float32), is_segment_end=is_segment_end, is_capped=is_capped)
 
 
 def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_read() -> None:
@@ -466,8 +423,8 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
     async def read() -> None:
         for num_wakes in (1, 1, 1):  # woken once, by the read that makes room
             item = await items.get(1.0)
-            assert isinstance(item, PatchItem)
-            stream.consumed(item)
+            assert isinstance(item, AudioDelta)
+            stream.consume(item)
             assert talker.num_wakes == num_wakes and not talker.is_behind()
             assert talker.playing == [7], "once: its first audio leaves the server"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from mingc.artifacts.manifest import read_manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
     CfmParameters,
-    RouterParameters,
     TalkerParameters,
     VaeParameters,
     VisionParameters,
@@ -32,8 +31,7 @@ class Denoiser:
     bands: tuple[int, ...]
 
 
-ROUTER = RouterParameters(norm_eps=1e-6, num_groups=8, num_kept_groups=4, top_k=8)
-THINKER, VISION = replace(thinker_parameters(), router=ROUTER), vision_parameters()
+THINKER, VISION = thinker_parameters(), vision_parameters()
 TALKER = TalkerParameters(
     hidden_size=64,
     num_layers=2,
@@ -110,18 +108,6 @@ def write_parameters(root: Path, stage: str, parameters: object, **changed: obje
             "thinking_suffix has other placeholders than {state}",
         ),
         ("thinker", THINKER, {"thinking_suffix": "{state"}, "thinking_suffix is not a format string"),
-        (
-            "thinker",
-            THINKER,
-            {"router": encode(replace(ROUTER, top_k=0))},
-            "thinker.router.top_k is 0, expected more than 0",
-        ),
-        (
-            "thinker",
-            THINKER,
-            {"router": encode(replace(ROUTER, num_kept_groups=9))},
-            "thinker.router.num_kept_groups is 9, more than num_groups, 8",
-        ),
         (
             "audio_encoder",
             AUDIO,

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from mingc.server.http.logs import JsonFormatter, TextFormatter
-from mingc.server.http.printable import printable
+from mingc.server.logs import JsonFormatter, TextFormatter, printable
 
 
 @pytest.mark.parametrize(

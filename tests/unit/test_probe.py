@@ -39,7 +39,7 @@ from mingc.probe.report import (
     roofline_bound,
 )
 from mingc.probe.stopwatch import Stopwatch, percentile, processor_name
-from mingc.runtime.engines import choice
+from mingc.runtime.engines import backends
 from mingc.runtime.thinker.device_sampler import needs_sampling
 
 PEAK_RATES = PeakRates(device="cpu", copy_tb_s=2.0, matmul_tflop_s=100.0, matmul_dtype="float32")
@@ -142,7 +142,7 @@ def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
 def test_a_missing_engine_is_refused_with_the_names_of_all(
     artifact_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.artifacts.target_choice.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     with pytest.raises(ConfigError) as caught:
         probe(artifact_path, ProbeOptions(engines=("cfm",)))
     assert caught.value.where == "--engine"
@@ -152,7 +152,7 @@ def test_a_missing_engine_is_refused_with_the_names_of_all(
 @pytest.fixture
 def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of one engine at N 1, 2 and 8, on whatever machine; timing it would fail the test."""
-    monkeypatch.setattr("mingc.artifacts.target_choice.check_fingerprint", lambda recorded, here: None)
+    monkeypatch.setattr("mingc.probe.prober.check_fingerprint", lambda recorded, here: None)
     for name in ("_Run", "measure_cold_start", "measure_transfers"):
         monkeypatch.setattr(
             f"mingc.probe.prober.{name}", lambda *given: pytest.fail("something was measured")
@@ -371,20 +371,15 @@ def test_only_artifacts_that_differ_in_their_engines_are_timed_in_turns(
 
 @pytest.fixture
 def both(probed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """An artifact with engines of aoti and, by another name, of onnx; and one whose default engines are of onnx."""
+    """Artifacts of the same graphs, with engines of aoti and of onnx."""
 
-    def add(document: dict[str, Any]) -> None:
+    def change(document: dict[str, Any]) -> None:
         for graph in document["stages"]["audio_encoder"]["graphs"].values():
-            graph["engines"] += [{**each, "backend": "onnx"} for each in graph["engines"]]
+            graph["engines"] = [{**each, "backend": "onnx"} for each in graph["engines"]]
 
-    def turn(document: dict[str, Any]) -> None:
-        for graph in document["stages"]["audio_encoder"]["graphs"].values():
-            graph["engines"].reverse()
-
-    edit_manifest(probed, add)
     other = tmp_path / "other"
     shutil.copytree(probed, other)
-    edit_manifest(other, turn)
+    edit_manifest(other, change)
 
     class Run:
         """Takes 1 ms for an engine of aoti and 3 ms for one of another backend."""
@@ -409,51 +404,35 @@ def both(probed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize(
-    "is_itself, engines, backend, other_backend, ratio, noted",
-    [
-        (False, (), "aoti", "onnx", 3.0, False),
-        (False, ("audio_encoder=onnx",), "onnx", "onnx", 1.0, True),
-        (True, (), "aoti", "aoti", 1.0, True),
-        (True, ("audio_encoder=onnx",), "onnx", "aoti", 1 / 3, False),
-    ],
+    "is_itself, other_backend, ratio, noted", [(False, "onnx", 3.0, False), (True, "aoti", 1.0, True)]
 )
-def test_beside_takes_the_default_engines_of_the_other_artifact_and_engines_is_for_the_first(
-    is_itself: bool,
-    engines: tuple[str, ...],
-    backend: str,
-    other_backend: str,
-    ratio: float,
-    noted: bool,
-    both: tuple[Path, Path],
+def test_engines_beside_are_timed_too(
+    is_itself: bool, other_backend: str, ratio: float, noted: bool, both: tuple[Path, Path]
 ) -> None:
     first, other = both
-    options = ProbeOptions(
-        beside=first if is_itself else other, backends=engines, has_cold_start=False, has_transfers=False
-    )
+    options = ProbeOptions(beside=first if is_itself else other, has_cold_start=False, has_transfers=False)
     made = probe(first, options)
     assert len(made.beside) == 4 and {each.ratio for each in made.beside} == {ratio}
     found = {(each.backend, each.other_backend) for each in made.beside}
-    assert found == {(backend, other_backend)}
+    assert found == {("aoti", other_backend)}
     assert [note for note in made.notes if note.startswith("--beside")] == noted * [
-        f"--beside: 4 of 4 pairs have engines of {backend} on both sides, audio_encoder.encode N=1 T4=16 the first; "
-        "--engines takes those of another backend of ARTIFACT, of the artifact beside the default ones are timed"
+        "--beside: 4 of 4 pairs have engines of aoti on both sides, audio_encoder.encode N=1 T4=16 the first; "
+        "export one of the artifacts with another --backend"
     ]
 
 
-def test_default_engines_beside_that_cannot_be_loaded_are_refused(
+def test_engines_beside_that_cannot_be_loaded_are_refused(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, other = both
     alone: dict[str, Any] = {"beside": other, "has_cold_start": False, "has_transfers": False}
     absent = ("is not installed", "pip install it")
-    monkeypatch.setattr(choice, "unavailable", lambda backend, device: absent if backend == "onnx" else None)
+    monkeypatch.setattr(
+        backends, "unavailable", lambda backend, device: absent if backend == "onnx" else None
+    )
     with pytest.raises(ArtifactError, match="need backend onnx: is not installed") as caught:
         probe(first, ProbeOptions(**alone))
-    assert caught.value.where == "--beside"
-    assert caught.value.fix == (
-        "pip install it; or ask for other engines of this artifact: --engines audio_encoder=aoti, "
-        f"which is for the artifact named first: mingc probe {other} --engines … --beside {first}"
-    )
+    assert (caught.value.where, caught.value.fix) == ("--beside", "pip install it")
 
 
 def test_engines_of_two_artifacts_are_paired_by_title() -> None:
@@ -834,31 +813,26 @@ def test_a_probe_reports_what_its_other_measurements_give(
     moved = Transfer(transfer="host to device", num_bytes=1, ms=1.0, gb_s=1e-6)
     asked: list[object] = []
 
-    def measure(path: Path, progress: object, backends: object, target: object) -> ColdStart:
-        asked.append((path, backends, target))
+    def measure(path: Path, progress: object) -> ColdStart:
+        asked.append(path)
         return start
 
     monkeypatch.setattr(prober, "measure_cold_start", measure)
     monkeypatch.setattr(prober, "measure_transfers", lambda progress: asked.append("transfers") or (moved,))
     options = ProbeOptions(
         beside=other,
-        backends=("audio_encoder=onnx",),
-        target="cpu",
         has_cold_start=is_chosen,
         has_transfers=is_chosen,
     )
     made = probe(first, options, command="mingc probe")
-    assert asked == ([(first, ("audio_encoder=onnx",), "cpu"), "transfers"] if is_chosen else [])
+    assert asked == ([first, "transfers"] if is_chosen else [])
     assert (made.cold_start, made.ready_s) == ((phases, 3.0) if is_chosen else ((), None))
     assert made.first_requests == (start.first_requests if is_chosen else ())
     assert made.transfers == ((moved,) if is_chosen else ())
     assert ("of the start" in made.notes) == is_chosen
     assert (made.artifact, made.beside_artifact, made.command) == (str(first), str(other), "mingc probe")
-    assert (
-        [each.backend for each in made.engines]
-        == ["onnx"] * 4
-        == [each.backend for each in made.beside_engines]
-    )
+    assert [each.backend for each in made.engines] == ["aoti"] * 4
+    assert [each.backend for each in made.beside_engines] == ["onnx"] * 4
     assert [each.title for each in made.engines] == [each.title for each in made.beside_engines]
     assert made.model == "tiny" and made.dtype == "float32" and made.torch == torch.__version__
     assert (made.tolerance, made.regressions, made.only_here, made.only_in_baseline) == (None, (), (), ())

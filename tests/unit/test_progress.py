@@ -50,7 +50,7 @@ def test_the_bar_names_the_steps_that_run(monkeypatch: pytest.MonkeyPatch) -> No
     with progress("export") as report:
         for step, seconds in (("a", None), ("b", None), ("c", None), ("a", 1.0), ("c", 1.0), ("b", 1.0)):
             report(0, 3, step, seconds)
-    assert shown == ["a", "a and 1 more", "a and 2 more", "b and 1 more", "b", ""]
+    assert shown == ["a", "a (+1)", "a (+2)", "b (+1)", "b", ""]
 
 
 def test_logged_steps_are_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

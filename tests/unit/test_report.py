@@ -61,10 +61,10 @@ def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> No
     assert "total seconds  12.35" in text or "total seconds  12.34" in text
     assert "first" in text and "second" in text
     assert "for machines" not in text
-    header = next(line for line in text.splitlines() if "engine bytes" in line)
+    header = next(line for line in text.splitlines() if "engine size" in line)
     assert "note" not in header, "an empty column is left out"
     row = next(line for line in text.splitlines() if "thinker" in line)
-    assert header.index("engine bytes") + len("engine bytes") == row.index("1024") + 4, (
+    assert header.index("engine size") + len("engine size") == row.index("1KiB") + 4, (
         "numbers are right aligned"
     )
     assert "1e-07" in text
@@ -73,7 +73,7 @@ def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> No
 def test_a_column_is_shown_when_one_row_has_a_value() -> None:
     rows = (RESULT.rows[0], replace(RESULT.rows[1], note="slow"))
     text = shown(replace(RESULT, rows=rows))
-    assert "note" in next(line for line in text.splitlines() if "engine bytes" in line)
+    assert "note" in next(line for line in text.splitlines() if "engine size" in line)
     assert "slow" in next(line for line in text.splitlines() if line.strip().startswith("cfm"))
 
 
@@ -82,7 +82,7 @@ def test_a_column_of_zeros_or_of_no_is_shown() -> None:
     header = next(
         line for line in shown(replace(RESULT, rows=rows)).splitlines() if line.strip().startswith("stage")
     )
-    assert "seconds" in header and "engine bytes" in header and "ok" in header
+    assert "seconds" in header and "engine size" in header and "ok" in header
 
 
 def test_json_is_one_document_with_the_field_names() -> None:
@@ -343,21 +343,94 @@ def test_an_error_without_place_or_fix_is_one_line(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "mingc: error: wrong\n  fix: mend it\n"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    engine: str
+    file: Path
+    first_ms: float
+    second_ms: float
+    third_ms: float
+    fourth_ms: float
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    rows: tuple[Measurement, ...]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_a_table_that_is_too_wide_is_continued_below_with_every_word_whole(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = Measurement(
+        engine="thinker.prefill_attention T=256", file=Path("engines/thinker/prefill_attention.pt2"),
+        first_ms=1111.25, second_ms=2222.25, third_ms=3333.25, fourth_ms=4444.25, note="some words more",
+    )  # fmt: skip
+    terminal = Terminal()
+    show(Measurements(rows=(row,)), as_json=False, stream=terminal)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert max(map(len, text.splitlines())) <= max(columns, len(str(row.file)) + len(row.engine) + 5)
+    for word in (row.engine, str(row.file), "1111.25", "2222.25", "3333.25", "4444.25", "some", "words"):
+        assert word in text
+    parts = sum(line.lstrip().startswith("engine ") for line in text.splitlines())
+    assert parts == text.count(row.engine) > 1, "every part names its rows"
+
+
+def test_a_continued_table_lacks_rows_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    row = Measurement(
+        engine="thinker.prefill", file=Path("engines/thinker/prefill_attention.pt2"),
+        first_ms=1.0, second_ms=2.0, third_ms=3.0, fourth_ms=4.0,
+    )  # fmt: skip
+    noted = replace(row, engine="thinker.decode", note="a/note/as/long/as/the/rest/of/the/terminal")
+    terminal = Terminal()
+    show(Measurements(rows=(row, noted)), as_json=False, stream=terminal)
+    assert terminal.getvalue().count("thinker.decode") == 3
+    assert terminal.getvalue().count("thinker.prefill ") == 2, "it has no note"
+
+
+def test_a_long_line_on_a_terminal_ends_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    path = Path("a/very/long/path/that/is/longer/than/the/terminal")
+    notes = ("decode_attention, decode_experts, prefill_attention",)
+    terminal = Terminal()
+    show(replace(RESULT, output=path, notes=notes, rows=()), as_json=False, stream=terminal)
+    lines = terminal.getvalue().splitlines()
+    assert str(path) in terminal.getvalue()
+    assert [line.split() for line in lines[-3:]] == [
+        ["notes", "decode_attention,"], ["decode_experts,"], ["prefill_attention"],
+    ]  # fmt: skip
+    assert shown(replace(RESULT, output=path, notes=notes, rows=())).count("\n") == 3, "as it is in a file"
+
+
 @pytest.mark.parametrize(
-    ("columns", "width", "expected"),
+    ("num_bytes", "text"),
     [
-        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 200, [60, 11]),  # everything fits
-        # Between two columns and at both sides are 5 characters of 74; one is missing at the end of the second.
-        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 74, [60, 9]),
-        ([["name", "x" * 60], ["note", "aa bbbb ccc"]], 61, [52, 4]),
-        ([["name", "ab"], ["first", "a b c d"], ["second", "eeee ff"]], 24, [4, 6, 6]),
-        ([["name", "ab"], ["first", "a b c d"], ["second", "eeee ff"]], 29, [4, 7, 7]),
-        ([["name", "a" * 20], ["first", "b" * 9], ["second", "c" * 30]], 40, [11, 9, 12]),
-        ([["a"], ["b"], ["c"]], 4, [1, 1, 1]),
+        (0, "0B"),
+        (1023, "1023B"),
+        (1024, "1KiB"),
+        (22_105_619, "21.1MiB"),
+        (1 << 30, "1GiB"),
+        (500 << 30, "500GiB"),
     ],
 )
-def test_widths_of_columns(columns: list[list[str]], width: int, expected: list[int]) -> None:
-    assert report._widths(columns, width) == expected
+def test_a_size_has_a_unit(num_bytes: int, text: str) -> None:
+    row = Row(stage="cfm", seconds=1.0, engine_bytes=num_bytes)
+    table = shown(replace(RESULT, rows=(row,)))
+    assert text in table.split() and "engine size" in table
+    assert f'"engine_bytes": {num_bytes}' in shown(row, as_json=True)
 
 
 @pytest.mark.parametrize(

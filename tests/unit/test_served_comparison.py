@@ -14,8 +14,8 @@ import pytest
 
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import ArtifactError, WorkerError
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
-from mingc.runtime.service.options import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served import replay, verification
 from mingc.verify.served.cases import (
@@ -28,7 +28,14 @@ from mingc.verify.served.cases import (
     read_goldens,
     write_goldens,
 )
-from mingc.verify.served.replay import MIN_SHARE_LOW_PRECISION, Served, ServedReplay, _common_length, _Share
+from mingc.verify.served.comparison import (
+    MIN_SHARE_LOW_PRECISION,
+    Served,
+    ServedComparison,
+    Share,
+    common_length,
+)
+from mingc.verify.served.replay import ServedReplay
 from mingc.verify.served.verification import compare_parameters, served_options
 
 HZ, PATCH = 16000, 2000
@@ -86,9 +93,11 @@ def answers(case: ServedCase) -> Served:
         audio_patches=3 if case in (SPOKEN, SPEECH) else 0,
     )
     if case.messages:
-        served.tokens, served.logits = list(TOKENS), list(LOGITS[:3])
+        served.tokens = list(TOKENS)
+        served.recorder.logits.extend(LOGITS[:3])
     if usage.audio_patches:
-        served.latents, served.stop = list(LATENTS), STOP.tolist()
+        served.recorder.latents.extend(LATENTS)
+        served.recorder.stop_probabilities.extend(STOP.tolist())
         served.samples = np.split(SAMPLES, 3)
     served.done = Done(finish_reason="length", usage=usage)
     return served
@@ -114,18 +123,22 @@ class RightService:
         )
         return SimpleNamespace(tokens=tokens, media=SimpleNamespace(vision=(), audio=()))
 
-    async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
+    async def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncGenerator[Event]:
         self.held["requests"] += 1
         try:
             served = answers(case)
-            for token, logits in zip(served.tokens, served.logits, strict=True):
+            if recorder is not None:
+                recorder.logits.extend(served.recorder.logits)
+                recorder.latents.extend(served.recorder.latents)
+                recorder.stop_probabilities.extend(served.recorder.stop_probabilities)
+            for token in served.tokens:
                 await asyncio.sleep(0)
-                yield TextDelta(text="x", token=token, logits=logits)
+                yield TextDelta(text="x", token=token)
             if case.messages:
                 yield TextDone(finish_reason="length")
-            for latents, stop, samples in zip(served.latents, served.stop, served.samples, strict=True):
+            for samples in served.samples:
                 await asyncio.sleep(0)
-                yield AudioDelta(samples=samples, latents=latents, stop_probability=stop)
+                yield AudioDelta(samples=samples)
             assert served.done is not None
             yield served.done
         finally:
@@ -136,12 +149,14 @@ class RightService:
     ) -> Any:
         prepare()
         self.asked.append(("answer", {"sampling": sampling, "speech": speech, **options}))
-        async for event in self._events(CHAT if speech is None else SPOKEN):
+        async for event in self._events(CHAT if speech is None else SPOKEN, options.get("recorder")):
             yield event
 
     async def speech(self, request: Any, **options: Any) -> Any:
         self.asked.append(("speech", {"request": request, **options}))
-        async for event in self._events(SILENT if request.text == SILENT.text else SPEECH):
+        async for event in self._events(
+            SILENT if request.text == SILENT.text else SPEECH, options.get("recorder")
+        ):
             yield event
 
     def forget_caches(self) -> None:
@@ -152,12 +167,20 @@ class RightService:
 
 
 def make(
-    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4
+    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4, service: Any = None
 ) -> tuple[ServedReplay, ComparisonLog]:
     given = goldens(*cases)
     log = ComparisonLog("served", given.tensors, tolerance=tolerance, is_exact=is_exact)
-    service: Any = RightService()
-    return ServedReplay(service, given, log), log
+    return ServedReplay(service or RightService(), given, log), log
+
+
+def make_comparison(
+    *cases: ServedCase, is_exact: bool = True, tolerance: float = 1e-4, values: dict[str, Any] | None = None
+) -> tuple[ServedComparison, ComparisonLog]:
+    """`values` replace the recorded ones."""
+    given = replace(goldens(*cases), tensors=tensors() if values is None else values)
+    log = ComparisonLog("served", given.tensors, tolerance=tolerance, is_exact=is_exact)
+    return ServedComparison(given, log, HZ), log
 
 
 def failed(log: ComparisonLog) -> list[str]:
@@ -197,8 +220,8 @@ def test_a_service_that_answers_as_recorded_passes_every_row() -> None:
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: bool) -> None:
     """Alone and in the mixed batch they are computed, as the cache is emptied in between."""
-    run, log = make(CHAT, SPOKEN, SPEECH)
-    service: Any = run._service
+    service = RightService()
+    run, log = make(CHAT, SPOKEN, SPEECH, service=service)
     service.has_prefix_cache = has_cache
     asyncio.run(run.run())
     kinds = [kind for kind, _ in service.asked]
@@ -212,11 +235,11 @@ def test_chats_are_replayed_from_the_prefix_cache_if_there_is_one(has_cache: boo
 
 
 def test_requests_are_asked_for_as_they_were_recorded() -> None:
-    run, _ = make(CHAT, SPOKEN, SPEECH)
+    service = RightService()
+    run, _ = make(CHAT, SPOKEN, SPEECH, service=service)
     asyncio.run(run.run())
-    service: Any = run._service
     chat, spoken, speech = service.asked[1:4]
-    assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["records_logits"]
+    assert chat[1]["speech"] is None and chat[1]["sampling"].max_tokens == 3 and chat[1]["recorder"]
     assert spoken[1]["speech"].max_steps == 2
     noise = tensors()["spoken.noise"]
     for asked in (spoken, speech):
@@ -252,31 +275,41 @@ def done(**changes: Any) -> Callable[[Served], None]:
     return change
 
 
+def record(**values: list[Any]) -> Callable[[Served], None]:
+    """Replace values of the recorder."""
+
+    def change(served: Served) -> None:
+        served.recorder = replace(served.recorder, **values)
+
+    return change
+
+
 def other_column(served: Served) -> None:
-    served.logits = [LOGITS[0], LOGITS[1].copy(), LOGITS[2]]
-    served.logits[1][2] += 0.01
+    served.recorder.logits[1] = LOGITS[1].copy()
+    served.recorder.logits[1][2] += 0.01
 
 
 def other_latent(served: Served) -> None:
-    served.latents = [LATENTS[0], LATENTS[1] + 0.01, LATENTS[2]]
+    served.recorder.latents[1] = LATENTS[1] + 0.01
 
 
 def one_patch_less(served: Served) -> None:
-    served.latents, served.stop, served.samples = served.latents[:2], served.stop[:2], served.samples[:2]
+    for values in (served.recorder.latents, served.recorder.stop_probabilities, served.samples):
+        del values[2:]
 
 
 CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
     "another token": (CHAT, put("tokens", [7, 8, 6]), {"chat.tokens"}),
     "a token less": (CHAT, put("tokens", [7, 8]), {"chat.tokens", "chat.usage"}),
     "other logits": (CHAT, other_column, {"chat.logits"}),
-    "logits of another step": (CHAT, put("logits", list(LOGITS[1:])), {"chat.logits"}),
+    "logits of another step": (CHAT, record(logits=list(LOGITS[1:])), {"chat.logits"}),
     "completion tokens": (CHAT, usage(completion_tokens=4), {"chat.usage"}),
     "prompt tokens": (CHAT, usage(prompt_tokens=3), {"chat.usage"}),
     "no end": (CHAT, put("done", None), {"chat.usage", "chat.finish"}),
     "another reason": (CHAT, done(finish_reason="stop"), {"chat.finish"}),
     "an error": (CHAT, put("error", WorkerError("broken")), {"chat (alone)"}),
     "latents": (SPEECH, other_latent, {"speech.latents"}),
-    "stop": (SPEECH, put("stop", [0.1, 0.3, 0.9]), {"speech.stop"}),
+    "stop": (SPEECH, record(stop_probabilities=[0.1, 0.3, 0.9]), {"speech.stop"}),
     "a sample": (
         SPEECH,
         put(
@@ -290,8 +323,9 @@ CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
         {"speech.patches", "speech.latents", "speech.stop", "speech.samples", "speech.speech"},
     ),
     "patches of the usage": (SPEECH, usage(audio_patches=2), {"speech.patches"}),
-    "no patch": (SPEECH, put("latents", []), {"speech.patches", "speech.speech"}),
-    "words of a silent text": (SILENT, put("latents", [LATENTS[0]]), {"silent.patches"}),
+    "no patch": (SPEECH, put("samples", []), {"speech.patches", "speech.speech"}),
+    "no recorded patch": (SPEECH, record(latents=[]), {"speech.patches", "speech.speech"}),
+    "words of a silent text": (SILENT, put("samples", [SAMPLES[:PATCH]]), {"silent.patches"}),
     "speech of a chat": (SPOKEN, other_latent, {"spoken.latents"}),
 }
 
@@ -299,62 +333,56 @@ CHANGES: dict[str, tuple[ServedCase, Callable[[Served], None], set[str]]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_wrong_fails_its_row_and_no_other(name: str) -> None:
     case, change, expected = CHANGES[name]
-    run, log = make(*CASES)
-    run._compare(case, answers(case), "alone")
+    run, log = make_comparison(*CASES)
+    run.compare(case, answers(case), "alone")
     assert failed(log) == []
     served = answers(case)
     change(served)
     log.comparisons.clear()
-    run._compare(case, served, "alone")
+    run.compare(case, served, "alone")
     rows = {each if "error" in name else each.split(" ")[0] for each in failed(log)}
     assert rows == expected
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "rope_delta"])
 def test_another_prompt_fails(name: str) -> None:
-    run, log = make(CHAT)
-    service: Any = run._service
-    prompt = service.prepare(())
+    run, log = make_comparison(CHAT)
+    prompt = RightService().prepare(())
     setattr(prompt.tokens, name, getattr(prompt.tokens, name) + 1)
-    service.prepare = lambda _: prompt
-    run._check_prompt(CHAT)
+    run.check_prompt(CHAT, prompt)
     assert failed(log) == [f"chat.{name}"]
 
 
 @pytest.mark.parametrize("name", ["input_ids", "positions", "embed_kind", "vision.0", "audio.0"])
 def test_a_prompt_without_a_recorded_value_fails(name: str) -> None:
-    run, log = make(CHAT)
-    service: Any = run._service
-    prompt = service.prepare(())
+    prompt = RightService().prepare(())
     prompt.media = SimpleNamespace(
         vision=[SimpleNamespace(pixels=np.ones(4))], audio=[SimpleNamespace(mel=np.ones(4))]
     )
-    service.prepare = lambda _: prompt
-    tensors: Any = run._goldens.tensors
-    tensors |= {"chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
-    run._check_prompt(CHAT)
+    values = {**tensors(), "chat.vision.0": np.ones(4), "chat.audio.0": np.ones(4)}
+    run, log = make_comparison(CHAT, values=values)
+    run.check_prompt(CHAT, prompt)
     assert failed(log) == []
-    del tensors[f"chat.{name}"]
-    run._check_prompt(CHAT)
+    del values[f"chat.{name}"]
+    with log.case("chat.prompt"):
+        run.check_prompt(CHAT, prompt)
     assert failed(log) == ["chat.prompt"]
 
 
 @pytest.mark.parametrize("name", ["latents", "stop", "samples"])
 def test_speech_without_a_recorded_value_fails(name: str) -> None:
-    run, log = make(SPEECH)
-    tensors: Any = run._goldens.tensors
-    del tensors[f"speech.{name}"]
-    run._compare(SPEECH, answers(SPEECH), "alone")
+    values = tensors()
+    del values[f"speech.{name}"]
+    run, log = make_comparison(SPEECH, values=values)
+    run.compare(SPEECH, answers(SPEECH), "alone")
     assert "speech (alone)" in failed(log)
 
 
 def test_features_of_media_are_compared_one_by_one() -> None:
-    run, log = make(CHAT)
     values = {
         f"chat.{kind}.{index}": np.full(4, 1.0 + index) for kind in ("vision", "audio") for index in (0, 1)
     }
-    run._goldens.tensors.update(values)  # type: ignore[attr-defined]
-    service: Any = run._service
+    run, log = make_comparison(CHAT, values={**tensors(), **values})
     for spoiled in values:
         made = {name: value + 3e-5 * (name == spoiled) * value for name, value in values.items()}
         prompt = RightService().prepare(())
@@ -362,9 +390,8 @@ def test_features_of_media_are_compared_one_by_one() -> None:
             vision=[SimpleNamespace(pixels=made[f"chat.vision.{index}"]) for index in (0, 1)],
             audio=[SimpleNamespace(mel=made[f"chat.audio.{index}"]) for index in (0, 1)],
         )
-        service.prepare = lambda _, prompt=prompt: prompt
         log.comparisons.clear()
-        run._check_prompt(CHAT)
+        run.check_prompt(CHAT, prompt)
         assert failed(log) == [spoiled], "1e-5 is the documented tolerance"
 
 
@@ -378,17 +405,18 @@ def test_features_of_media_are_compared_one_by_one() -> None:
 )
 def test_steps_after_the_first_other_token_do_not_count(tokens: list[int], near: int) -> None:
     """The step that gave the first other token had the same past, so its logits are compared as well."""
-    run, log = make(CHAT, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(CHAT, is_exact=False, tolerance=0.1)
     served = answers(CHAT)
-    served.tokens, served.logits = tokens, list(LOGITS[: max(len(tokens), 2)][:3])
+    served.tokens = tokens
+    del served.recorder.logits[max(len(tokens), 2) :]
     served.done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=len(tokens)))
-    run._compare(CHAT, served, "alone")
+    run.compare(CHAT, served, "alone")
     assert failed(log) == []
-    assert (run._text.near, run._text.total) == (near, 4)
+    assert (run.text.near, run.text.total) == (near, 4)
 
 
 def test_a_share_counts_up_to_the_first_difference() -> None:
-    share = _Share()
+    share = Share()
     for near, count in (([], 0), ([True] * 3, 3), ([True, False, True, True], 1), ([False, True], 0)):
         before = share.near
         share.add(np.array(near, bool), 10)
@@ -409,7 +437,7 @@ def test_a_share_counts_up_to_the_first_difference() -> None:
     ids=str,
 )
 def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int], count: int) -> None:
-    assert _common_length(np.array(one, np.int64), np.array(other, np.int64)) == count
+    assert common_length(np.array(one, np.int64), np.array(other, np.int64)) == count
 
 
 @pytest.mark.parametrize(
@@ -417,27 +445,27 @@ def test_equal_values_at_the_start_are_counted(one: list[int], other: list[int],
     [
         (lambda served: None, 3, FIGURES),
         (other_latent, 3, FIGURES),  # within 0.1
-        (lambda served: served.latents.__setitem__(1, LATENTS[1] + 9), 1, 0),
+        (lambda served: served.recorder.latents.__setitem__(1, LATENTS[1] + 9), 1, 0),
         (one_patch_less, 2, 0),
     ],
 )
 def test_in_low_precision_a_wave_is_compared_if_its_patches_are_near(
     change: Callable[[Served], object], near: int, rows: int
 ) -> None:
-    run, log = make(SPEECH, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(SPEECH, is_exact=False, tolerance=0.1)
     served = answers(SPEECH)
     change(served)
-    run._compare(SPEECH, served, "alone")
-    assert (run._speech.near, run._speech.total) == (near, 3)
+    run.compare(SPEECH, served, "alone")
+    assert (run.speech.near, run.speech.total) == (near, 3)
     assert len(log.comparisons) == rows and failed(log) == []
 
 
 def test_in_low_precision_a_chat_that_says_other_words_is_not_compared_in_sound() -> None:
-    run, log = make(SPOKEN, is_exact=False, tolerance=0.1)
+    run, log = make_comparison(SPOKEN, is_exact=False, tolerance=0.1)
     served = answers(SPOKEN)
     served.tokens = [7, 8, 4]
-    run._compare(SPOKEN, served, "alone")
-    assert (run._text.total, run._speech.total) == (4, 0) and failed(log) == []
+    run.compare(SPOKEN, served, "alone")
+    assert (run.text.total, run.speech.total) == (4, 0) and failed(log) == []
 
 
 @pytest.mark.parametrize(("wrong", "passes"), [(0, True), (1, False)])
@@ -446,14 +474,13 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
     assert MIN_SHARE_LOW_PRECISION == 0.5
 
     class Service(RightService):
-        async def _events(self, case: ServedCase) -> AsyncGenerator[Event]:
-            async for event in super()._events(case):
-                if wrong and isinstance(event, TextDelta) and event.logits is not None:
-                    event = replace(event, logits=-event.logits)
+        async def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncGenerator[Event]:
+            async for event in super()._events(case, recorder):
+                if wrong and isinstance(event, TextDone) and recorder is not None:
+                    recorder.logits[:] = [-each for each in recorder.logits]
                 yield event
 
-    run, log = make(CHAT, is_exact=False, tolerance=0.1)
-    run._service = Service()  # type: ignore[assignment]
+    run, log = make(CHAT, is_exact=False, tolerance=0.1, service=Service())
     asyncio.run(run.run())
     assert failed(log) == ([] if passes else ["tokens before the first difference of each request"])
 
@@ -461,22 +488,22 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
 @pytest.mark.parametrize("name", ["requests", "pages"])
 def test_what_stays_held_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_FREED_S", 0.02)
-    run, log = make(CHAT, SPEECH)
-    service: Any = run._service
+    service = RightService()
+    run, log = make(CHAT, SPEECH, service=service)
     before = run_held(run)
     service.held[name] += 2
-    asyncio.run(run._check_freed(before, "it"))
+    asyncio.run(run.check_freed(before, "it"))
     (row,) = log.comparisons
     assert (row.outcome, row.note) == ("FAIL", f"2 {name}")
     service.held[name] -= 3
     log.comparisons.clear()
-    asyncio.run(run._check_freed(before, "it"))
+    asyncio.run(run.check_freed(before, "it"))
     assert failed(log) == [], "less is no leak"
 
 
 def run_held(run: ServedReplay) -> dict[str, int]:
     async def held() -> dict[str, int]:
-        return run._held()
+        return run.held()
 
     return asyncio.run(held())
 
@@ -486,9 +513,9 @@ def test_a_task_that_is_left_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     run, log = make(CHAT)
 
     async def leave() -> None:
-        before = run._held()
+        before = run.held()
         task = asyncio.create_task(asyncio.sleep(60))
-        await run._check_freed(before, "it")
+        await run.check_freed(before, "it")
         task.cancel()
 
     asyncio.run(leave())
@@ -597,14 +624,14 @@ def test_an_artifact_is_run_with_each_kind_of_sampling_and_depth(device: str) ->
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     services: list[RightService] = []
 
-    def open_service(root: object, options: object) -> RightService:
+    def open_service(root: object, options: object, *, media: object) -> RightService:
         services.append(RightService())
         return services[-1]
 
     monkeypatch.setattr(verification, "open_service", open_service)
     monkeypatch.setattr(verification, "_read", lambda artifact: goldens(CHAT, SPEECH))
     monkeypatch.setattr(verification, "open_artifact", lambda root: ARTIFACT)
-    monkeypatch.setattr(verification, "with_target", lambda artifact, host_of, target: artifact)
+    monkeypatch.setattr(verification, "check_fingerprint", lambda recorded, here: None)
     yield services
 
 
@@ -641,18 +668,3 @@ def test_a_running_service_is_closed_only_when_an_answer_differs(
     assert (report.passed, service.is_closed) == (not wrong, wrong)
     assert len(report.comparisons) == report.failed and (report.failed > 0) is wrong
     assert report.checked > 20
-
-
-def test_requests_are_replayed_by_the_engines_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[EngineOptions] = []
-    fingerprint = SimpleNamespace(device="cpu", dtype="float32", world_size=1, target="cpu")
-    manifest = SimpleNamespace(fingerprint=fingerprint, parameters={}, served_goldens=None)
-    artifact: Any = SimpleNamespace(manifest=manifest, root=Path("artifact"))
-
-    async def nothing(*_: object) -> None:
-        """Instead of a replay."""
-
-    monkeypatch.setattr(verification, "open_service", lambda root, options: opened.append(options))
-    monkeypatch.setattr(verification, "_replay_and_close", nothing)
-    verification.replay_served(artifact, lambda name: None, ("talker=onnx",))
-    assert opened and {(each.engines, each.target) for each in opened} == {(("talker=onnx",), "cpu")}

@@ -22,8 +22,9 @@ from mingc.verify.served.cases import (
     ServedCase,
     ServedGoldens,
 )
+from mingc.verify.served.comparison import Served, ServedComparison
 from mingc.verify.served.conversion import speech_params
-from mingc.verify.served.replay import Served, ServedReplay
+from mingc.verify.served.replay import ServedReplay
 
 CHAT = ServedCase(
     name="chat",
@@ -52,8 +53,8 @@ class StuckService:
     speech = answer
 
 
-def make_replay(tokens: list[int], *, is_exact: bool = True) -> tuple[ServedReplay, ComparisonLog]:
-    """A replay on a stuck service. Of the chat's recorded answer, every row of logits has 3 columns."""
+def goldens_of(tokens: list[int], *, is_exact: bool = True) -> tuple[ServedGoldens, ComparisonLog]:
+    """Of the chat's recorded answer, every row of logits has 3 columns."""
     tensors = {
         "chat.input_ids": np.arange(4),
         "chat.tokens": np.array(tokens, np.int64),
@@ -62,18 +63,19 @@ def make_replay(tokens: list[int], *, is_exact: bool = True) -> tuple[ServedRepl
     }
     goldens = ServedGoldens(cases=(CHAT, SPEECH), tensors=tensors, sample_rate=16000, parameters={})
     log = ComparisonLog("served", tensors, tolerance=1e-4, is_exact=is_exact)
-    service: Any = StuckService()
-    return ServedReplay(service, goldens, log), log
+    return goldens, log
 
 
 def test_a_request_that_never_ends_fails_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_LIMIT_S", 0.01)
-    run, log = make_replay([7])
+    service: Any = StuckService()
+    goldens, log = goldens_of([7])
+    run = ServedReplay(service, goldens, log)
 
     async def serve() -> list[Served]:
-        alone = await run._serve(SPEECH, Served())
-        mixed = await run._serve_mixed()
-        await run._check_leaving({"requests": 0})
+        alone = await run.serve(SPEECH, Served())
+        mixed = await run.serve_mixed()
+        await run.check_leaving({"requests": 0})
         return [alone, *mixed]
 
     for served in asyncio.run(serve()):
@@ -81,20 +83,21 @@ def test_a_request_that_never_ends_fails_and_is_left(monkeypatch: pytest.MonkeyP
     assert [(each.name, each.outcome) for each in log.comparisons] == [
         ("served: requests that leave", "FAIL")
     ]
-    assert run._service.held == {"requests": 0}
+    assert service.held == {"requests": 0}
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize(("tokens", "expected"), [([7, 8], {"tokens", "logits"}), ([], set())])
 def test_an_answer_without_a_token_is_compared(tokens: list[int], expected: set[str], is_exact: bool) -> None:
-    run, log = make_replay(tokens, is_exact=is_exact)
+    goldens, log = goldens_of(tokens, is_exact=is_exact)
+    run = ServedComparison(goldens, log, 16000)
     done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=0))
-    run._compare(CHAT, Served(done=done), "alone")
+    run.compare(CHAT, Served(done=done), "alone")
     failed = {
         each.name.partition("chat.")[2].split()[0] for each in log.comparisons if each.outcome == "FAIL"
     }
     assert failed == (expected if is_exact else set())
-    assert (run._text.near, run._text.total) == ((0, 0) if is_exact else (0, len(tokens) + 1))
+    assert (run.text.near, run.text.total) == ((0, 0) if is_exact else (0, len(tokens) + 1))
 
 
 def test_recorded_speech_is_asked_for_with_all_its_parameters() -> None:

@@ -55,7 +55,7 @@ def planner(**changed: Any) -> SpeechPlanner:
 def test_a_segment_has_as_many_patches_as_its_smallest_cap(
     characters: int, prompt_tokens: int, requested: int | None, patches: int
 ) -> None:
-    assert planner()._max_patches("x" * characters, prompt_tokens, requested) == patches
+    assert planner().max_patches("x" * characters, prompt_tokens, requested) == patches
 
 
 def test_invalid_instructions_are_refused_before_anything_is_spoken() -> None:
@@ -70,14 +70,14 @@ def test_invalid_instructions_are_refused_before_anything_is_spoken() -> None:
 def test_speech_that_fills_its_last_patch_gets_no_further_one(characters: int, patches: int) -> None:
     """One patch a character, and a least length of four."""
     exact = planner(cap_seconds_per_character=0.32, cap_min_seconds=4 * 0.32)
-    assert exact._max_patches("x" * characters, 100, None) == patches
-    assert exact._max_patches("x", 100, None) == 4
+    assert exact.max_patches("x" * characters, 100, None) == patches
+    assert exact.max_patches("x", 100, None) == 4
 
 
 @pytest.mark.parametrize("prompt_tokens", [2048, 2049, 5000])
 def test_a_prompt_that_fills_its_slot_is_refused(prompt_tokens: int) -> None:
     with pytest.raises(RequestError, match=f"has {prompt_tokens} tokens, a slot holds 2048"):
-        planner()._max_patches("x", prompt_tokens, None)
+        planner().max_patches("x", prompt_tokens, None)
 
 
 @pytest.mark.parametrize("length", [0, 2, 5, 6, 7, 40])
@@ -88,5 +88,5 @@ def test_the_history_ends_with_the_recording(length: int) -> None:
         name="one", transcript="", latents=latents, embeds=np.zeros((0, 8)), speaker=np.zeros(8, np.float32)
     )
     whole = np.concatenate([np.zeros((6, 4), np.float32), latents])
-    assert np.array_equal(planner()._history(voice), whole[-6:])
-    assert not planner()._history(None).any()
+    assert np.array_equal(planner().history(voice), whole[-6:])
+    assert not planner().history(None).any()

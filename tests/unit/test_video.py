@@ -27,7 +27,7 @@ from mingc.media.video import (
     sample_frames,
     sample_video,
 )
-from mingc.runtime.request import VideoParams
+from mingc.prompts.conversation import VideoParams
 
 WHERE = "messages[0].content[0]"
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from mingc.artifacts.manifest import QuantizationError
-from mingc.artifacts.parameters import RouterParameters, ThinkerParameters
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
@@ -147,12 +147,6 @@ class ThinkerStage(Stage):
 
     def parameters(self, config: ThinkerConfig, options: StageOptions) -> ThinkerParameters:
         ids, decoder = config.token_ids, config.decoder
-        router = RouterParameters(
-            norm_eps=decoder.norm_eps,
-            num_groups=decoder.num_expert_groups,
-            num_kept_groups=decoder.num_kept_groups,
-            top_k=decoder.num_experts_per_token,
-        )
         return ThinkerParameters(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
@@ -174,7 +168,6 @@ class ThinkerStage(Stage):
             temporal_position_scale=_TEMPORAL_POSITION_SCALE,
             default_system_text=_DEFAULT_SYSTEM_TEXT,
             thinking_suffix=_THINKING_SUFFIX,
-            router=router if decoder.num_dense_layers < decoder.num_layers else None,
         )
 
 

@@ -247,7 +247,7 @@ def _try_create(
     if not _is_true_on_all_ranks(algorithm is not None, device) or algorithm is None:
         return reason
     if not all(is_correct(algorithm, device, dtype, width, size) for size in (min(sizes), max(sizes))):
-        return "its sums differ from those of the collective"
+        return "its sums differ from the collective's"
     return algorithm
 
 
@@ -259,7 +259,7 @@ def _measure(
         x = torch.zeros(size, width, dtype=dtype, device=device)
         tried = {name: each for name, each in algorithms.items() if _is_candidate(name, x.nbytes)}
         measured = [time_captured_us(lambda: each.all_reduce_(x), device) for each in tried.values()]  # noqa: B023
-        # All ranks must select alike, so they use the same numbers: those of the slowest rank.
+        # All ranks must select alike, so they use the same numbers, the slowest rank's.
         slowest = torch.tensor(measured, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         us = dict(zip(tried, (round(each, 2) for each in slowest.tolist()), strict=True))

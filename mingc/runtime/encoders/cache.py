@@ -7,8 +7,6 @@ from collections import OrderedDict
 
 from torch import Tensor
 
-DEFAULT_BYTES = 512 << 20  # 256 images of 1,024 patches, or 85 clips of 30 s, at the released dims
-
 
 class EncoderCache:
     """Embeddings by key, at most `max_bytes` of them; the least recently used are dropped first. Thread-safe.

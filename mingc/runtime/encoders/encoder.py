@@ -18,8 +18,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.dtypes import torch_dtype
 from mingc.errors import EngineSizeError, RequestError
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import Grid, VisionFeatures
+from mingc.prompts.features import AudioFeatures, Grid, VisionFeatures
 from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.graph import EncoderGraph
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
@@ -126,7 +125,7 @@ class VisionEncoder:
     def _inputs(
         self, pixels: Mapping[str, NDArray[np.generic]], grids: Sequence[Grid], num_tokens: int
     ) -> dict[str, Tensor]:
-        """Inputs of a call for the result of `_pixels`, padded to a bucket of `num_tokens`."""
+        """Build encoder inputs from `_pixels` output, padded to the `num_tokens` bucket."""
         merge = self._parameters.merge_size
         unpadded = build_grid_arrays(
             grids, merge_size=merge, position_grid_size=self._parameters.position_grid_size
@@ -154,7 +153,7 @@ class VisionEncoder:
     def _normalised(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Inputs of the graph: `pixels` from `colours` (M, m, C, time, p·p) and `levels` (C, 256) where they are given.
 
-        The values are those of `VisionFeatures.rows`, in the graph's dtype.
+        The values equal `VisionFeatures.rows`, in the graph's dtype.
         """
         if "colours" not in inputs:
             return inputs

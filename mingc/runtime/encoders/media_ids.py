@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.audio import AudioFeatures
-from mingc.media.image import VisionFeatures
+from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 
@@ -27,7 +26,7 @@ class MediaDigests(NamedTuple):
 
 
 def media_digests(media: MediaFeatures) -> MediaDigests:
-    """The digests of all features; hashing those of a large image takes milliseconds."""
+    """The digests of all features. Hashing the patches of a large image takes milliseconds."""
     return MediaDigests(*(tuple(map(content_digest, items)) for items in (media.vision, media.audio)))
 
 

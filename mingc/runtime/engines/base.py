@@ -42,6 +42,9 @@ class Graph:
     Args:
         engines: by the sizes of the varying dims (in spec order); the key None serves every size.
         weights: of this layer instance, by name; those that the spec names are passed to every run.
+
+    Attributes:
+        spec, engines: as given.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Graph:
         weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.spec = spec
-        self._engines = dict(engines)
+        self.engines = dict(engines)
         self._weights = [weights[name] for name in spec.weights]
         self._names = tuple(tensor.name for tensor in (*spec.inputs, *spec.state))
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
@@ -61,24 +64,24 @@ class Graph:
     @property
     def is_concurrent(self) -> bool:
         """As `Engine.is_concurrent`, of all its engines."""
-        return all(engine.is_concurrent for engine in self._engines.values())
+        return all(engine.is_concurrent for engine in self.engines.values())
 
     @property
     def is_capturable(self) -> bool:
         """As `Engine.is_capturable`, of all its engines."""
-        return all(engine.is_capturable for engine in self._engines.values())
+        return all(engine.is_capturable for engine in self.engines.values())
 
     @property
     def sizes(self) -> list[dict[str, int]]:
         """Sizes of the dims with buckets that it runs: those of its engines, or all if one engine takes every size."""
-        if None in self._engines:
+        if None in self.engines:
             return self.spec.bucket_sizes()
         names = [dim.name for dim in self._bucketed]
-        return [dict(zip(names, key, strict=True)) for key in self._engines if key is not None]
+        return [dict(zip(names, key, strict=True)) for key in self.engines if key is not None]
 
     def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
         """The same engines as another layer instance."""
-        return Graph(self.spec, self._engines, weights)
+        return Graph(self.spec, self.engines, weights)
 
     def bucket(self, dim: str, size: int) -> int:
         """The padded size for `size`: the smallest bucket that holds it.
@@ -97,15 +100,15 @@ class Graph:
     def run(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run on named tensors (inputs and state of the spec), sizes already padded to buckets."""
         ordered = [tensors[name] for name in self._names]
-        engine = self._engines.get(None)
+        engine = self.engines.get(None)
         if engine is None:
             key = tuple(
                 tensors[self._places[dim.name][0]].shape[self._places[dim.name][1]] for dim in self._bucketed
             )
-            engine = self._engines.get(key)
+            engine = self.engines.get(key)
             if engine is None:
                 raise WorkerError(
-                    f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self._engines, key=str)}"
+                    f"no engine of {self.spec.name} for sizes {key}; built: {sorted(self.engines, key=str)}"
                 )
         return dict(zip(self._outputs, engine.run([*ordered, *self._weights]), strict=True))
 

@@ -194,9 +194,8 @@ def _read_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
 
-    Instances `left_out` are not read. One that repeats another gets weights of its own like them, which are drawn: its
-    engine is then as slow over random weights, which caches could otherwise hold, as over others, and its router
-    chooses other experts.
+    Instances `left_out` are not read. A repeated layer gets its own random weights, so caches cannot flatter its timing
+    and its router chooses other experts.
     """
     region = _weights_region(artifact, record, rank)
     starts = tuple(join_path(instance, "") for instance in left_out)

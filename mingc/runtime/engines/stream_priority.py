@@ -1,4 +1,4 @@
-"""Priorities of CUDA streams: of waiting thread blocks, those of the smaller number start first.
+"""Priorities of CUDA streams: waiting thread blocks of the smaller number start first.
 
 Kernels of a CUDA graph have the priority of the stream on which they were captured.
 """

@@ -11,41 +11,25 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.media.audio import AudioFeatures
-from mingc.media.decoder_pool import DecoderPool
-from mingc.media.image import VisionFeatures
-from mingc.prompts.chat import ChatProcessor, MediaEntry
+from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
-from mingc.prompts.tokenizer import TextTokenizer
-from mingc.runtime.encoders import host_tensors
-from mingc.runtime.encoders.cache import EncoderCache
-from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.encoders.media_ids import media_digests, media_ids
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     ChatRequest,
     Event,
-    MediaPart,
     MemoryUse,
-    Message,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
-    VideoParams,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.output_processor import (
@@ -54,38 +38,16 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
-from mingc.runtime.talker.group import TalkerGroup
-from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.text.segment import iter_speech_segments
+from mingc.text.spoken import SpokenText
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
 _T = TypeVar("_T")
-_Encoded = dict[int, list[Future[Tensor]]]  # by the kind of token; in the order of `MediaFeatures`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ChatPipeline:
-    """Parts that answer chat requests: prompt building, encoders, thinker."""
-
-    processor: ChatProcessor
-    tokenizer: TextTokenizer
-    vision: EncoderLoop[VisionFeatures] | None
-    audio: EncoderLoop[AudioFeatures] | None
-    loop: ThinkerLoop
-    encoder_cache: EncoderCache | None = None  # of both encoders
-    decoders: DecoderPool | None = None  # closed with the service
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SpeechPipeline:
-    """Parts that generate speech."""
-
-    planner: SpeechPlanner
-    talkers: TalkerGroup
-    max_segment_length: int
 
 
 class OmniService:
@@ -158,13 +120,11 @@ class OmniService:
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
-        experts_read: Mapping[int, tuple[int, float]] = {}
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
-            experts_read = self._chat.loop.expert_usage.totals
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -191,7 +151,6 @@ class OmniService:
             listeners=listeners,
             num_underruns=num_underruns,
             memory=self._memory,
-            experts_read=experts_read,
             **caches,
         )
 
@@ -209,12 +168,22 @@ class OmniService:
                 self._chat.encoder_cache.clear()
 
     @property
+    def thinker(self) -> ThinkerLoop | None:
+        """The thinker's loop, for checks and measurements; None without a thinker."""
+        return None if self._chat is None else self._chat.loop
+
+    @property
+    def talkers(self) -> Sequence[TalkerLoop]:
+        """The talkers' loops, for checks and measurements."""
+        return () if self._speech is None else self._speech.talkers.loops
+
+    @property
     def held(self) -> Mapping[str, int]:
         """Resources that requests hold at present, by kind: all 0 when none is running.
 
         For checks; read like `load`.
         """
-        held = Counter({"requests": len(self._running)})
+        held = Counter({"requests": len(self._running), "chat requests": len(self._running_chats)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
         return held
@@ -230,7 +199,7 @@ class OmniService:
 
     def prepare(
         self,
-        messages: Sequence[Message[MediaPart | MediaEntry]],
+        messages: Sequence[Message],
         *,
         video: VideoParams | None = None,
         thinking: bool = False,
@@ -245,15 +214,15 @@ class OmniService:
         speech_params: SpeechParams | None = None,
         *,
         noise: NoiseSource | None = None,
-        records_logits: bool = False,
+        recorder: Recorder | None = None,
         is_live: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
 
         Args:
             noise: of the speech; None: derived from its seed.
+            recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
-            records_logits: whether text deltas carry logits.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
@@ -261,19 +230,24 @@ class OmniService:
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
         with self._begin(is_chat=True) as stream:
             speech_stream: SpeechStream | None = None
+            spoken_text: SpokenText | None = None
             job: int | None = None
             try:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
-                        speech, speech_params, stream, seed, noise, is_live=is_live
+                        speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
+                    )
+                    spoken_text = SpokenText(
+                        speech.max_segment_length, is_reproducible=seed is not None or noise is not None
                     )
                 prompt, keys, encoded = await self._offload(
-                    lambda: _prepare(pipeline, prepare, timings, stream)
+                    lambda: pipeline.prepare(prepare, timings, stream)
                 )
                 if encoded:
                     prompt = replace(
-                        prompt, media_embeds=await _encoded(prompt.embed_kind, encoded, pipeline.loop.device)
+                        prompt,
+                        media_embeds=await media_embeds(prompt.embed_kind, encoded, pipeline.loop.device),
                     )
                 timings.mark("encoded")
                 run = ChatOutputProcessor(
@@ -281,13 +255,12 @@ class OmniService:
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
-                    is_reproducible=speech_stream is not None and (seed is not None or noise is not None),
-                    max_segment_length=0 if speech is None else speech.max_segment_length,
+                    spoken_text=spoken_text,
                     sample_rate=self._info.sample_rate,
                     timings=timings,
                 )
                 job = pipeline.loop.submit(
-                    prompt, sampling, sampling_seed, stream.put, keys=keys, records_logits=records_logits
+                    prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
                 )
                 while not run.is_done:
                     for event in run.accept(await stream.get(run.wait_s)):
@@ -301,10 +274,16 @@ class OmniService:
                 if speech_stream is not None:
                     speech_stream.close()
 
-    def speech(self, request: SpeechRequest, *, noise: NoiseSource | None = None) -> AsyncGenerator[Event]:
-        """Events of the speech of one text. See `Service`. `noise`: None: derived from its seed."""
+    def speech(
+        self,
+        request: SpeechRequest,
+        *,
+        noise: NoiseSource | None = None,
+        recorder: Recorder | None = None,
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of one text. See `Service`, and `answer` for `noise` and `recorder`."""
         pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
-        return self.speak(pieces, request.speech, noise, is_live=request.is_live)
+        return self.speak(pieces, request.speech, noise, is_live=request.is_live, recorder=recorder)
 
     async def speak(
         self,
@@ -313,13 +292,14 @@ class OmniService:
         noise: NoiseSource | None = None,
         *,
         is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
         """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
             speech_stream = self._open_speech_stream(
-                speech, params, stream, params.seed, noise, is_live=is_live
+                speech, params, stream, params.seed, noise, is_live=is_live, recorder=recorder
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
@@ -382,8 +362,8 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
-        if self._chat is not None and self._chat.decoders is not None:
-            self._chat.decoders.close()
+        if self._chat is not None and self._chat.media is not None:
+            self._chat.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:
@@ -408,7 +388,8 @@ class OmniService:
         seed: int | None,
         noise: NoiseSource | None,
         *,
-        is_live: bool = False,
+        is_live: bool,
+        recorder: Recorder | None,
     ) -> SpeechStream:
         pipeline.planner.check(params)
         return SpeechStream(
@@ -419,6 +400,7 @@ class OmniService:
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
             is_live=is_live,
+            recorder=recorder,
         )
 
     @contextmanager
@@ -442,69 +424,3 @@ class OmniService:
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-
-def _prepare(
-    pipeline: ChatPipeline, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
-) -> tuple[ThinkerPrompt, list[bytes] | None, _Encoded]:
-    """The prompt without media embeddings, its keys for the prefix cache, and futures of these embeddings."""
-    timings.mark("preprocessing")
-    prepared = prepare()
-    prompt, media = prepared.tokens, prepared.media
-    # A prompt that is too long fails here, before the encoders run.
-    pipeline.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
-    timings.mark("prepared")
-    encoded: _Encoded = {}
-    if (media.vision or media.audio) and not stream.is_closed:
-        digests = media_digests(media)
-        # The processor refuses media without an encoder, so a kind that occurs has its encoder.
-        if media.vision and pipeline.vision is not None:
-            encoded[VISION] = pipeline.vision.submit(media.vision, digests.vision)
-        if media.audio and pipeline.audio is not None:
-            encoded[AUDIO] = pipeline.audio.submit(media.audio, digests.audio)
-        if pipeline.loop.has_prefix_cache:
-            ids = media_ids(prompt.embed_kind, media, digests, merge_size=pipeline.processor.merge_size)
-            prompt = replace(prompt, media_ids=ids)
-    return prompt, pipeline.loop.page_keys(prompt), encoded
-
-
-async def _encoded(embed_kind: NDArray[np.int64], encoded: _Encoded, device: torch.device) -> Tensor:
-    """Embeddings (M, D) of all media tokens of a prompt, in token order, on `device`."""
-    try:
-        values = {
-            kind: [await asyncio.wrap_future(future) for future in futures]
-            for kind, futures in encoded.items()
-        }
-    finally:
-        for futures in encoded.values():
-            for future in futures:
-                future.cancel()  # of a request that has ended; does nothing to results
-    found = [each for tensors in values.values() for each in tensors]
-    if len(found) == 1 and (device.type == "cpu" or found[0].is_pinned()):
-        return found[0].to(device, non_blocking=True)  # there is nothing to place
-    return await asyncio.to_thread(_place, embed_kind, values, device)
-
-
-@torch.inference_mode()
-def _place(
-    embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device
-) -> Tensor:
-    """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
-    kinds = embed_kind[embed_kind > 0]
-    first = next(iter(encoded.values()))[0]
-    shape = (len(kinds), first.shape[1])
-    is_pinned = device.type == "cuda"  # torch keeps pinned memory for later requests
-    embeds = (
-        torch.empty(shape, dtype=first.dtype, pin_memory=True)
-        if is_pinned
-        else host_tensors.empty(shape, first.dtype)
-    )
-    for kind, values in encoded.items():
-        rows = np.flatnonzero(kinds == kind)
-        start = 0
-        for each in values:
-            own = rows[start : start + len(each)]
-            start += len(each)
-            # A slice, because these rows are consecutive: only words separate the frames of a video.
-            embeds[own[0] : own[-1] + 1] = each
-    return embeds.to(device, non_blocking=True)

@@ -1,149 +1,119 @@
-"""Options of the running model: capacity, batching, devices, caches."""
+"""Options of the running model: capacity, batching, devices, caches. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 from dataclasses import dataclass
 
-from mingc.artifacts.engine_choice import parse_choice
-from mingc.errors import ConfigError
-from mingc.media.decoder_pool import DEFAULT_TIMEOUT_S
-from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.runtime.encoders.cache import DEFAULT_BYTES
-from mingc.runtime.thinker.ranks.rank_group import STEP_TIMEOUT_S
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
+from mingc.options import BYTES, SECONDS, check, option
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 
-# What the command line calls the options that it has.
-_OPTIONS = {
-    "tp": "--tp",
-    "max_total_tokens": "--max-total-tokens",
-    "max_waiting": "--max-queue",
-    "max_speech_seqs": "--max-speech-seqs",
-    "talker_devices": "--talker-device",
-    "speech_lead": "--speech-lead",
-    "num_torch_threads": "--threads",
-    "step_timeout_s": "--step-timeout",
-    "encoder_cache": "--encoder-cache",
-    "max_media_memory": "--max-media-memory",
-    "media_decode_timeout_s": "--media-decode-timeout",
-    "expert_usage_interval_s": "--expert-usage-interval",
-}
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-_MAY_BE_ZERO = ("max_waiting", "speech_lead", "encoder_cache", "expert_usage_interval_s")
 # More than any machine has; beyond it torch's and the clock's numbers end.
-_MOST = {
-    "max_total_tokens": 1 << 40,
-    "speech_lead": 10**6,
-    "num_torch_threads": 1024,
-    "step_timeout_s": 10**9,
-    "expert_usage_interval_s": 10**9,
-}
+_MOST_TOKENS, _MOST_SECONDS = 1 << 40, 100_000 * 3600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How an artifact is run.
+    """How an artifact is run, validated on construction. Options without a flag are for Python and Ray Serve."""
 
-    Attributes:
-        tp: ranks of the thinker; None takes what the artifact was exported for, anything else must equal it.
-        max_total_tokens: capacity of the thinker's KV pages in tokens, for all requests together; None: chosen
-            automatically.
-        max_running: requests the thinker works on at once; None is the largest decode batch.
-        max_waiting: requests that may wait for the thinker before more are refused.
-        max_speech_seqs: segments that each talker generates concurrently; None is its largest batch. Paced speech may
-            have more, because each stream takes part in only a few patches.
-        talker_devices: `cpu` or `cuda:N` for each talker; none: one talker on the thinker's first device. One of the
-            talkers speaks each answer.
-        speech_lead: patches that streamed speech may be ahead of its playback; 0: as fast as possible.
-        max_prefills_per_patch: segments that may join the talker's batch at one patch boundary.
-        max_streams: requests of each talker that may speak or wait to speak before more are refused; at least
-            `max_speech_seqs`.
-        max_pending_patches: patches a client may leave unread before its speech pauses.
-        num_preprocess_threads: threads that decode media and prepare prompts.
-        num_torch_threads: CPU threads of an engine; None: on CUDA one, else torch's setting is left alone.
-        step_timeout_s: time after which a step of the thinker's ranks counts as hanging, which ends the service.
-        check_hashes: read every file of the artifact once and compare its hash before anything is loaded.
-        served_model_names: names of the model for clients, the first in responses; none: the name given at export.
-        max_media_memory: bytes of host memory for decoding the media of one request. Each of the
-            `num_preprocess_threads` has a decoder process, so the total is that many times larger.
-        media_decode_timeout_s: time for decoding one medium.
-        parse_special_tokens: recognise special tokens in the text of requests; otherwise they are plain text.
-        steps: which steps the thinker's workers run.
-        expert_usage_interval_s: seconds between two decode steps of the thinker whose experts are counted; 0: none is
-            counted.
-        talker_depth: most patches in flight; None: 2 on a GPU, 1 on a CPU.
-        prefix_cache: reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and
-            token ids of the same texts.
-        encoder_cache: bytes of host memory for embeddings of images, videos and clips that may be reused; 0: none.
-        loads_speech: whether the speech stages of the artifact are loaded; otherwise speech is refused.
-        engines: `STAGE=BACKEND` for stages whose engines are not the artifact's default ones.
-        target: the target whose engines are run, if the artifact has several; None: the one that this machine selects.
-    """
-
-    tp: int | None = None
-    max_total_tokens: int | None = None
-    max_running: int | None = None
-    max_waiting: int = 128
-    max_speech_seqs: int | None = None
-    talker_devices: tuple[str, ...] = ()
-    speech_lead: int = 3
-    max_prefills_per_patch: int = 16
-    max_streams: int = 256
-    max_pending_patches: int = 128
-    num_preprocess_threads: int = 2
-    num_torch_threads: int | None = None
-    step_timeout_s: float = STEP_TIMEOUT_S
-    check_hashes: bool = False
-    served_model_names: tuple[str, ...] = ()
-    parse_special_tokens: bool = False
-    max_media_memory: int = DEFAULT_MEDIA_BYTES
-    media_decode_timeout_s: float = DEFAULT_TIMEOUT_S
-    steps: StepOptions = DEFAULT_STEPS
-    expert_usage_interval_s: float = 0.0
-    talker_depth: int | None = None
-    prefix_cache: bool = True
-    encoder_cache: int = DEFAULT_BYTES
-    loads_speech: bool = True
-    engines: tuple[str, ...] = ()
-    target: str | None = None
+    tp: int | None = option(
+        None, "--tp", least=1, group="Thinker", shown_default="the artifact's",
+        help="Ranks of the thinker; refused unless the artifact has that many.",
+    )  # fmt: skip
+    max_waiting: int = option(
+        128, "--max-queue", least=0, group="Thinker", help="Chats that may wait for the thinker before a 503."
+    )
+    max_total_tokens: int | None = option(
+        None, "--max-total-tokens", least=1, most=_MOST_TOKENS, group="Thinker", shown_default="by free memory",
+        help="Capacity of the KV pages of all requests together, in tokens.",
+    )  # fmt: skip
+    prefix_cache: bool = option(
+        True, "--prefix-cache/--no-prefix-cache", group="Thinker",
+        help="Reuse KV pages of earlier requests for prompts that begin with the same tokens and media, and token ids "
+        "of the same texts.",
+    )  # fmt: skip
+    step_timeout_s: float = option(
+        STEP_TIMEOUT_S, "--step-timeout", unit=SECONDS, above=0, most=_MOST_SECONDS, group="Thinker",
+        help="Time that a thinker step may take before its ranks count as lost, which ends the server.",
+    )  # fmt: skip
+    max_speech_seqs: int | None = option(
+        None, "--max-speech-seqs", least=1, group="Speech", shown_default="the talker's largest batch",
+        help="Speech segments that each talker generates at the same time. With --speech-lead it may exceed a batch, "
+        "because each stream takes part in only a few patches.",
+    )  # fmt: skip
+    talker_devices: tuple[str, ...] = option(
+        (), "--talker-device", group="Speech", metavar="DEVICE,…", shown_default="the first device of the thinker",
+        help="Device of each talker, such as cuda:2,cuda:3; one talker speaks each answer.",
+    )  # fmt: skip
+    speech_lead: int = option(
+        3, "--speech-lead", least=0, most=10**6, group="Speech",
+        help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
+    )  # fmt: skip
+    # 512 MiB: 256 images of 1,024 patches, or 85 clips of 30 s, at the released dims.
+    encoder_cache: int = option(
+        512 << 20, "--encoder-cache", unit=BYTES, least=0, group="Media",
+        help="Host memory that keeps embeddings of images, videos and clips for reuse; 0: none.",
+    )  # fmt: skip
+    num_torch_threads: int | None = option(
+        None, "--threads", least=1, most=1024, group="Model", shown_default="1 on CUDA, else torch's choice",
+        help="CPU threads of an engine.",
+    )  # fmt: skip
+    served_model_names: tuple[str, ...] = option(
+        (), "--served-model-name", repeats=True, group="Model", metavar="NAME", shown_default="the artifact's",
+        help="Name of the model for clients; may be given several times, the first appears in responses.",
+    )  # fmt: skip
+    parse_special_tokens: bool = option(
+        False, "--parse-special-tokens", group="Model",
+        help="Recognise special tokens in the text of requests, for clients that may write roles and turns; otherwise "
+        "they are plain text.",
+    )  # fmt: skip
+    check_hashes: bool = option(
+        False,
+        "--check-hashes/--no-check-hashes",
+        group="Checks before serving",
+        help="Compare the hash of every file before loading.",
+    )
+    loads_speech: bool = option(
+        True, help="Load the speech stages of the artifact; without them speech is refused."
+    )
+    max_running: int | None = option(
+        None,
+        least=1,
+        shown_default="the largest decode batch",
+        help="Requests in the thinker's batch at most.",
+    )
+    max_prefills_per_patch: int = option(
+        16, least=1, help="Segments that may join the talker's batch at one patch boundary."
+    )
+    max_streams: int = option(
+        256, least=1,
+        help="Requests of each talker that may speak or wait to speak before more are refused; at least "
+        "max_speech_seqs.",
+    )  # fmt: skip
+    max_pending_patches: int = option(
+        128, least=1, help="Patches that a client may leave unread before its speech pauses."
+    )
+    num_preprocess_threads: int = option(
+        2, least=1, help="Threads that decode media and prepare prompts; each has a decoder process."
+    )
+    talker_depth: int | None = option(
+        None, least=1, shown_default="2 on a GPU, 1 on a CPU", help="Patches in flight at most."
+    )
+    steps: StepOptions = DEFAULT_STEPS  # which steps the thinker's workers run
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{_OPTIONS.get(field.name, field.name)} is {value}, which is below {least}"
-            for field in dataclasses.fields(self)
-            for least in (0 if field.name in _MAY_BE_ZERO else 1,)
-            if isinstance(value := getattr(self, field.name), int)
-            and not isinstance(value, bool)
-            and value < least
-        ]
-        for name in ("step_timeout_s", "media_decode_timeout_s"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                problems.append(f"{_OPTIONS[name]} is {value}, not a finite number above 0")
-        if not 0 <= self.expert_usage_interval_s < math.inf:
-            value = self.expert_usage_interval_s
-            problems.append(f"{_OPTIONS['expert_usage_interval_s']} is {value}, not a finite number from 0")
-        for name, most in _MOST.items():
-            if (value := getattr(self, name)) is not None and math.inf > value > most:
-                problems.append(f"{_OPTIONS[name]} is {value}, which is above {most}")
-        try:
-            parse_choice(self.engines)
-        except ConfigError as error:
-            problems.append(error.message)
+        problems = []
         for name in self.talker_devices:
             if not _DEVICE.fullmatch(name):
                 problems.append(
-                    f"--talker-device {name!r} is neither cpu nor a GPU; write cuda:0 for the first"
+                    f"--talker-device {name}: is neither cpu nor a GPU; write cuda:0 for the first"
                 )
             elif name != "cpu" and self.talker_devices.count(name) > 1:
-                problems.append(f"--talker-device names {name} more than once; write each GPU once")
+                problems.append(f"--talker-device {name}: is named twice; name each GPU once")
         for name in self.served_model_names:
             if not name.strip():
-                problems.append("--served-model-name is empty")
+                problems.append("--served-model-name: is empty")
             elif not name.isprintable():
-                problems.append(f"--served-model-name {name!r} contains characters that cannot be printed")
-        if problems:
-            raise ConfigError(
-                "; ".join(problems), where="options of the engines", fix="see `mingc serve --help`"
-            )
+                problems.append(f"--served-model-name {name!r}: contains characters that cannot be printed")
+        check(self, *problems, where="options of the engines", fix="see `mingc serve --help`")

@@ -5,7 +5,6 @@ Pure logic between a `RequestStream` and the client: it neither waits nor runs a
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from dataclasses import replace
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     AudioDelta,
     Done,
@@ -24,14 +24,11 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem, RequestStream, TokenItem
+from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.text.live import LiveSegment, LiveSegmenter
-from mingc.text.segment import speech_segments
-from mingc.text.stream_filters import StopStrings, ThoughtFilter
-
-_TICK_S = 0.05  # interval at which the wait for the first speech segment is checked
+from mingc.text.spoken import SpokenText
+from mingc.text.stream_filters import StopStrings
 
 
 class Timings:
@@ -59,6 +56,7 @@ class SpeechStream:
     Args:
         max_pending_patches: unread patches at which the talker stops generating for this request.
         is_live: whether the speech is paced: played while it is generated.
+        recorder: of all patches.
     """
 
     def __init__(
@@ -71,6 +69,7 @@ class SpeechStream:
         noise: NoiseSource,
         max_pending_patches: int,
         is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self._planner = planner
         self._loop = loop
@@ -86,7 +85,10 @@ class SpeechStream:
         self.was_capped = False
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
-            stream.put, lambda: stream.num_pending_patches >= max_pending_patches, is_live=is_live
+            stream.put,
+            lambda: stream.num_pending_patches >= max_pending_patches,
+            is_live=is_live,
+            recorder=recorder,
         )
 
     @property
@@ -103,17 +105,16 @@ class SpeechStream:
             self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
 
-    def consumed(self, item: PatchItem) -> AudioDelta:
-        """Count a patch that was taken from the request's stream, and return its event, which is sent at once."""
+    def consume(self, patch: AudioDelta) -> None:
+        """Count a patch that was taken from the request's stream and is sent at once."""
         if not self.num_patches:
             self._loop.begin_playback(self._stream)
         self.num_patches += 1
-        self.num_samples += len(item.samples)
-        self.was_capped |= item.is_capped
-        self._num_ended += item.is_segment_end
+        self.num_samples += len(patch.samples)
+        self.was_capped |= patch.is_capped
+        self._num_ended += patch.is_segment_end
         if self._request_stream.num_pending_patches == self._limit - 1:
             self._loop.wake()
-        return AudioDelta(samples=item.samples, latents=item.latents, stop_probability=item.stop_probability)
 
     def close(self) -> None:
         self._loop.cancel(self._stream)
@@ -122,8 +123,7 @@ class SpeechStream:
 class ChatOutputProcessor:
     """Events of one chat answer: its text, and its speech if a speech stream is given.
 
-    The first speech segment is sent after a maximum wait, so where it ends depends on how fast tokens arrive. With
-    `is_reproducible` segments depend on the text alone.
+    `spoken_text` gives the pieces for `speech_stream`; either both are None or neither.
     """
 
     def __init__(
@@ -133,8 +133,7 @@ class ChatOutputProcessor:
         *,
         prompt_tokens: int,
         speech_stream: SpeechStream | None,
-        is_reproducible: bool,
-        max_segment_length: int,
+        spoken_text: SpokenText | None,
         sample_rate: int,
         timings: Timings,
     ) -> None:
@@ -144,10 +143,7 @@ class ChatOutputProcessor:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = self._reused_tokens = 0
         self._speech_stream = speech_stream
-        self._segmenter = LiveSegmenter(first_wait_ms=math.inf) if is_reproducible else LiveSegmenter()
-        self._thoughts = ThoughtFilter()
-        self._is_timed = speech_stream is not None and not is_reproducible
-        self._max_segment_length = max_segment_length
+        self._spoken_text = spoken_text
         self._sample_rate = sample_rate
         self._timings = timings
         self._finish: FinishReason | None = None
@@ -164,7 +160,7 @@ class ChatOutputProcessor:
     @property
     def wait_s(self) -> float | None:
         """How long to wait for the next item before passing None to `accept`."""
-        return _TICK_S if self._is_timed and not self.is_text_done else None
+        return None if self._spoken_text is None or self.is_text_done else self._spoken_text.tick_s
 
     def accept(self, item: Item | None) -> list[Event]:
         """Events that follow from an item; None is a timer tick. Raises: the error of a failed request."""
@@ -174,12 +170,13 @@ class ChatOutputProcessor:
                 raise item.error
             case TokenItem() if not self.is_text_done:  # tokens after a stop string may still arrive
                 events += self._accept_token(item)
-            case PatchItem() if self._speech_stream is not None:
+            case AudioDelta() if self._speech_stream is not None:
                 self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
                 self._timings.mark("first_audio")
-                events.append(self._speech_stream.consumed(item))
-            case None:
-                self._enqueue_speech(self._segmenter.tick())
+                self._speech_stream.consume(item)
+                events.append(item)
+            case None if self._spoken_text is not None:
+                self._speak(self._spoken_text.tick())
         if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
             events.append(self._done())
         return events
@@ -195,16 +192,15 @@ class ChatOutputProcessor:
         if item.finish is not None and not is_stopped:
             rest, is_stopped = self._find_stop(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
-        if self._speech_stream is not None:
-            self._enqueue_speech(self._segmenter.push(self._thoughts.push(text)))
+        if self._spoken_text is not None:
+            self._speak(self._spoken_text.push(text))
         events: list[Event] = []
         if text or item.token is not None:
-            # Text that a stop token ends has no token, so no logits either.
-            logits = None if item.token is None else item.logits
-            events.append(TextDelta(text=text, token=item.token, logits=logits))
+            events.append(TextDelta(text=text, token=item.token))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
-            self._enqueue_speech([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
+            if self._spoken_text is not None:
+                self._speak(self._spoken_text.finish())
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish or "stop"))
         return events
@@ -213,11 +209,9 @@ class ChatOutputProcessor:
         """See `StopStrings.push`. Text of the first `min_tokens` tokens is not searched."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
-    def _enqueue_speech(self, segments: Iterable[LiveSegment]) -> None:
-        if self._speech_stream is not None:
-            for segment in segments:
-                pieces = speech_segments(segment.text, self._max_segment_length, state=segment.state)
-                self._speech_stream.enqueue(pieces)
+    def _speak(self, pieces: Iterable[str]) -> None:
+        assert self._speech_stream is not None, "text is spoken into a stream"
+        self._speech_stream.enqueue(pieces)
 
     def _done(self) -> Done:
         self._is_done = True
@@ -245,11 +239,12 @@ class SpeechOutputProcessor:
         """See `ChatOutputProcessor.accept`."""
         if isinstance(item, FailedItem):
             raise item.error
-        if not isinstance(item, PatchItem):
+        if not isinstance(item, AudioDelta):
             raise WorkerError(f"a speech request received {type(item).__name__}")
         self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
         self._timings.mark("first_audio")
-        events: list[Event] = [self._speech_stream.consumed(item)]
+        self._speech_stream.consume(item)
+        events: list[Event] = [item]
         if self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")

@@ -104,7 +104,7 @@ class TalkerEngines:
     def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
         """Prefill one chunk of `size` tokens and store its last hidden state and `history` in the slot.
 
-        Inputs: those of the graph `prefill`, and history (1, H, C). Prompts of other slots may run concurrently.
+        Inputs: the inputs of the graph `prefill`, and history (1, H, C). Prompts of other slots may run concurrently.
         """
         with self._lane(int(inputs["slot"])) as lane:
             lane.prompts[size](inputs)

@@ -15,7 +15,7 @@ from mingc.runtime.talker.loop import TalkerLoop
 class TalkerGroup:
     """One or more talkers that take equally many streams.
 
-    The service starts, watches and stops each of `loops` by itself.
+    The service starts, watches and stops `loops` one by one.
     """
 
     def __init__(self, loops: Sequence[TalkerLoop]) -> None:

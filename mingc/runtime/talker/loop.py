@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
-from mingc.runtime.request_stream import FailedItem, Item, PatchItem
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
 from mingc.runtime.talker.pacing import SpeechPacing
 from mingc.runtime.talker.scheduler import TalkerScheduler
-from mingc.runtime.talker.worker import Patch, SpeechSegment, TalkerWorker
+from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
@@ -32,6 +36,7 @@ _POLL_S = 0.005  # how often a held launch checks the device, because the estima
 class _Stream:
     emit: Callable[[Item], None]
     is_behind: Callable[[], bool]
+    recorder: Recorder | None
     segments: dict[int, SpeechSegment] = field(default_factory=dict)
     behind_since: float | None = None
 
@@ -45,6 +50,9 @@ class TalkerLoop(EngineThread):
             possible.
         slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
         clock: seconds, for this timeout and for playback.
+
+    Attributes:
+        due_at: when the next held stream becomes due, by `clock`; infinite if none is held.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class TalkerLoop(EngineThread):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name)
-        self._worker = worker
+        self.worker = worker
         self.scheduler = scheduler
         self._slow_client_timeout_s = slow_client_timeout_s
         self._clock = clock
@@ -66,7 +74,7 @@ class TalkerLoop(EngineThread):
         self._pacing = SpeechPacing(
             speech_lead, patch_samples=worker.samples_per_patch, sample_rate=worker.sample_rate
         )
-        self._due_at = math.inf  # when the next stream that is held becomes due
+        self.due_at = math.inf
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch was held back until its lead
@@ -74,12 +82,13 @@ class TalkerLoop(EngineThread):
     @property
     def held(self) -> dict[str, int]:
         """Resources that streams hold: slots, segments, and work in flight."""
-        slots = self.scheduler.slots
+        scheduler, slots = self.scheduler, self.scheduler.slots
         return {
             "talker slots": slots.num_slots - 1 - slots.num_free,
             "speech streams": len(self._streams),
-            "speech segments": self._worker.num_segments,
-            "patches in flight": self._worker.num_in_flight,
+            "scheduled speech streams": scheduler.num_streams + scheduler.num_waiting + scheduler.num_running,
+            "speech segments": self.worker.num_segments,
+            "patches in flight": self.worker.num_in_flight,
         }
 
     @property
@@ -99,7 +108,12 @@ class TalkerLoop(EngineThread):
         return self._pacing.num_underruns
 
     def open(
-        self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool = False
+        self,
+        emit: Callable[[Item], None],
+        is_behind: Callable[[], bool],
+        *,
+        is_live: bool = False,
+        recorder: Recorder | None = None,
     ) -> int:
         """Open a stream. Returns its id. Both functions are called on the talker's thread.
 
@@ -112,7 +126,7 @@ class TalkerLoop(EngineThread):
             stream = next(self._ids)
             self.scheduler.open(stream)
             self._pacing.open(stream, is_live=is_live)
-            self._streams[stream] = _Stream(emit, is_behind)
+            self._streams[stream] = _Stream(emit, is_behind, recorder)
         return stream
 
     def add(self, stream: int, segment: SpeechSegment) -> None:
@@ -142,8 +156,8 @@ class TalkerLoop(EngineThread):
         self.post(lambda: self._remove(stream))
 
     def _run(self) -> None:
-        # CUDA has a current device per thread, which engines and pinned buffers without a device of their own use.
-        with current_device(self._worker.device):
+        # CUDA has a current device per thread; engines and pinned buffers that name no device use it.
+        with current_device(self.worker.device):
             super()._run()
 
     def _step(self) -> bool:
@@ -152,12 +166,13 @@ class TalkerLoop(EngineThread):
             admitted = self.scheduler.admit(self._pacing.admissible(self.scheduler.waiting, admitted_at))
         for stream, segment, slot in admitted:
             try:
-                self._worker.add(slot, self._streams[stream].segments.pop(segment))
+                opened = self._streams[stream]
+                self.worker.add(slot, opened.segments.pop(segment), opened.recorder)
             except Exception as error:
                 self._fail_step([stream], error)
         behind = self._find_behind()
         with self._lock:
-            slot_of, is_launchable = self.scheduler.slots.slot, self._worker.is_launchable
+            slot_of, is_launchable = self.scheduler.slots.slot, self.worker.is_launchable
             streams = [each for each in self.scheduler.batch(behind) if is_launchable(slot_of(each))]
             launchable = self._due_slots(streams, admitted_at)
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
@@ -167,20 +182,20 @@ class TalkerLoop(EngineThread):
         try:
             if launchable:
                 self._launch(launchable)
-            elif not self._worker.num_in_flight:
+            elif not self.worker.num_in_flight:
                 return bool(admitted)
-            if self._worker.num_in_flight == self._worker.depth or not launchable:
-                self._deliver(self._worker.collect())
+            if self.worker.num_in_flight == self.worker.depth or not launchable:
+                self._deliver(self.worker.collect())
         except Exception as error:
             # The device reports errors late, so any of the patches in flight may have failed.
-            affected = {*launchable, *self._worker.drop()}
+            affected = {*launchable, *self.worker.drop()}
             with self._lock:
                 failed = [each for each in self.scheduler.batch() if slot_of(each) in affected]
             self._fail_step(failed, error)
         return True
 
     def _idle_s(self) -> float:
-        return max(0.0, self._due_at - self._clock())
+        return max(0.0, self.due_at - self._clock())
 
     def _admissible(self) -> list[int]:
         return self._pacing.admissible(self.scheduler.waiting, self._clock())
@@ -190,7 +205,7 @@ class TalkerLoop(EngineThread):
         now = self._clock()
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
         due = self._pacing.due(streams, now, is_crowded=is_crowded)
-        self._due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
+        self.due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
 
     def _wait_for_segments(self) -> bool:
@@ -198,10 +213,10 @@ class TalkerLoop(EngineThread):
 
         A segment that just misses a launch starts a whole patch later. False: launch now. True: call again.
         """
-        left = self._worker.remaining_s() - self._launch_timing.lead_s
+        left = self.worker.remaining_s() - self._launch_timing.lead_s
         if left <= 0.0:
             return False
-        if self._worker.is_idle:
+        if self.worker.is_idle:
             self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
@@ -213,38 +228,30 @@ class TalkerLoop(EngineThread):
         return True
 
     def _launch(self, slots: Sequence[int]) -> None:
-        left, before = self._worker.remaining_s(), time.perf_counter()
-        self._worker.launch(slots)
+        left, before = self.worker.remaining_s(), time.perf_counter()
+        self.worker.launch(slots)
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
         with self._lock:
             self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
 
-    def _deliver(self, patches: Mapping[int, Patch]) -> None:
+    def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
         """Emit patches by slot and end segments that are finished."""
         with self._lock:
             owners = [self.scheduler.slots.owner(slot) for slot in patches]
         for stream, patch in zip(owners, patches.values(), strict=True):
-            if not patch.is_finite:
+            if not np.isfinite(patch.samples).all():
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
             with self._lock:
                 self._pacing.deliver(stream, len(patch.samples), self._clock())
-            self._streams[stream].emit(
-                PatchItem(
-                    samples=patch.samples,
-                    is_segment_end=patch.is_last,
-                    is_capped=patch.is_capped,
-                    latents=patch.latents,
-                    stop_probability=patch.stop_probability,
-                )
-            )
-            if patch.is_last:
+            self._streams[stream].emit(patch)
+            if patch.is_segment_end:
                 self._end_segment(stream)
 
     def _end_segment(self, stream: int) -> None:
         with self._lock:
-            self._worker.remove(self.scheduler.slots.slot(stream))
+            self.worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.end_segment(stream)
             self._pacing.end_segment(stream)
 
@@ -276,7 +283,7 @@ class TalkerLoop(EngineThread):
     def _remove(self, stream: int) -> None:
         with self._lock:
             if stream in self.scheduler.batch():
-                self._worker.remove(self.scheduler.slots.slot(stream))
+                self.worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.remove(stream)
             self._pacing.close(stream)
             self._streams.pop(stream, None)

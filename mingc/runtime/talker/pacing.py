@@ -47,9 +47,9 @@ class SpeechPacing:
     """Playback clocks of all streams, and the order of their patches.
 
     The audio of a live stream is assumed to be played from the moment at which its first samples are sent, without gaps
-    between segments. A patch may be launched when at most `lead` patches remain to be played before it. It is not
-    launched alone at once, but within the time of one patch together with patches of other streams, because a batch
-    costs little more than one row. The first `lead` patches of a stream are never delayed.
+    between segments. A patch may be launched when at most `lead` patches remain to be played before it. A launch waits
+    up to one patch so that streams share a batch, because a batch costs little more than one row. The first `lead`
+    patches of a stream are never delayed.
 
     Args:
         lead: patches that may be ready ahead of the playback position; 0: no stream is delayed.

@@ -2,8 +2,8 @@
 
 A patch is sampled by the flow-matching sampler, decoded to samples by the VAE decoder, and fed to the speech LLM, whose
 hidden state conditions the next patch. Sampler and speech LLM do not depend on the decoder, so if the GPU has room, the
-next patch starts while this one is decoded on a stream of its own. Patches are decoded in order, because decoder state
-passes from patch to patch and from a segment to the next one in its slot.
+next patch starts while a second stream decodes this one. Patches are decoded in order, because the
+decoder's state passes from patch to patch, and from a segment to the next one in its slot.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _SplitPatch:
     def __init__(self, model: PatchModel, shapes: Shapes, decoder: _Decoder, name: str) -> None:
         self._decoder = decoder
         self._inputs = StagingBuffer(shapes, decoder.device)
-        # The decoder has inputs of its own, because the next patch overwrites the others meanwhile.
+        # The decoder reads copies: the next patch overwrites the inputs while it runs.
         decoder_shapes = {each: shapes[each] for each in ("slots", "patch_index")}
         self._decoder_inputs = StagingBuffer(decoder_shapes, decoder.device)
         sampled: dict[str, Tensor] = {}

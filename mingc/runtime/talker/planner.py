@@ -102,10 +102,10 @@ class SpeechPlanner:
             embed_rows=np.concatenate([prompt.speaker_rows, prompt.patch_rows]),
             embeds=embeds,
             num_prefix=prompt.prefix_length,
-            history=self._history(voice),
+            history=self.history(voice),
             noise=noise,
             index=index,
-            max_patches=self._max_patches(text, len(prompt.token_ids), speech.max_steps),
+            max_patches=self.max_patches(text, len(prompt.token_ids), speech.max_steps),
             guidance=_given(speech.guidance, self._flow.guidance),
             sigma=_given(speech.sigma, self._flow.sigma),
             temperature=_given(speech.temperature, self._flow.temperature),
@@ -124,7 +124,7 @@ class SpeechPlanner:
             )
         return voice
 
-    def _history(self, voice: VoicePack | None) -> NDArray[np.float32]:
+    def history(self, voice: VoicePack | None) -> NDArray[np.float32]:
         """Latents before the first patch: the end of the recording, padded with zeros in front (spec: talker.md §5)."""
         history = np.zeros((self._flow.history_latents, self._flow.latent_dim), np.float32)
         if voice is not None:
@@ -132,11 +132,11 @@ class SpeechPlanner:
             history[len(history) - len(latents) :] = latents
         return history
 
-    def _max_patches(self, text: str, prompt_tokens: int, requested: int | None) -> int:
+    def max_patches(self, text: str, prompt_tokens: int, requested: int | None) -> int:
         """The smallest of four caps: the model's, the slot's, the client's, and one by the length of the text.
 
         The last one guards against a model that never stops: about twice the time of a slow reading, rounded up to
-        whole patches, because the reference stops only after the time has passed.
+        whole patches, because the reference stops only after the time has passed. Raises: RequestError without room.
         """
         parameters = self._parameters
         room = parameters.slot_tokens - prompt_tokens

@@ -37,6 +37,11 @@ class TalkerScheduler:
         self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
 
     @property
+    def num_streams(self) -> int:
+        """Open streams, those without a segment included."""
+        return len(self._segments)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queue)
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import AudioDelta
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
@@ -56,32 +58,12 @@ class SpeechSegment:
     temperature: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Patch:
-    """One patch of one segment.
-
-    Attributes:
-        samples: (n,) float32 mono; a whole segment has patches × samples per patch.
-        is_last: whether the segment ends with this patch.
-        is_capped: whether it ends because of its cap and not by the stop rule.
-        is_finite: whether no sample is NaN or infinite.
-        latents: (p, latent) float32 that the samples were decoded from.
-        stop_probability: what the stop rule compares with its threshold.
-    """
-
-    samples: NDArray[np.float32]
-    is_last: bool
-    is_capped: bool
-    is_finite: bool
-    latents: NDArray[np.float32]
-    stop_probability: float
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """Host state of a running segment."""
 
     segment: SpeechSegment
+    recorder: Recorder | None
     num_tokens: int  # KV rows written or launched
     launched: int = 0  # patches
     collected: int = 0  # patches
@@ -131,7 +113,7 @@ class TalkerWorker:
         self.sample_rate = vae.sample_rate
         self._tail = vae.tail_samples
         with torch.inference_mode():
-            self._engines = TalkerEngines(
+            self.engines = TalkerEngines(
                 talker,
                 cfm,
                 audio_vae,
@@ -141,7 +123,7 @@ class TalkerWorker:
                 device=device,
                 is_captured=is_captured,
             )
-        self.max_batch = self._engines.batch_sizes[-1]
+        self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
         self._launched: deque[_Launched] = deque()
         self._latency_model = PatchLatencyModel()
@@ -150,7 +132,7 @@ class TalkerWorker:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of all slots."""
-        return self._engines.state_bytes
+        return self.engines.state_bytes
 
     @property
     def num_in_flight(self) -> int:
@@ -158,12 +140,17 @@ class TalkerWorker:
         return len(self._launched)
 
     @property
+    def num_prefixes(self) -> int:
+        """Prompt prefixes whose KV rows are kept."""
+        return len(self._prefixes)
+
+    @property
     def num_segments(self) -> int:
         """Segments that occupy a slot."""
         return len(self._running)
 
     @torch.inference_mode()
-    def add(self, slot: int, segment: SpeechSegment) -> None:
+    def add(self, slot: int, segment: SpeechSegment, recorder: Recorder | None = None) -> None:
         """Start `segment` in `slot` by prefilling its prompt; the slot's previous contents are overwritten.
 
         The prefix is prefilled separately even if it is not cached, so that its KV rows never depend on the cache.
@@ -171,7 +158,7 @@ class TalkerWorker:
         if segment.num_prefix:
             self._write_prefix(slot, segment)
         self._run_prompt(slot, segment, segment.num_prefix, len(segment.input_ids))
-        self._running[slot] = _Running(segment, num_tokens=len(segment.input_ids))
+        self._running[slot] = _Running(segment, recorder, num_tokens=len(segment.input_ids))
 
     def is_launchable(self, slot: int) -> bool:
         """Whether to launch a further patch for `slot`, as far as the host knows."""
@@ -183,14 +170,14 @@ class TalkerWorker:
         """Launch the next patch of each slot. All must be launchable, with fewer than `depth` patches in flight."""
         assert self.num_in_flight < self.depth, "a patch must be collected first"
         rows = [(slot, self._running[slot]) for slot in slots]
-        size = next(size for size in self._engines.batch_sizes if size >= len(rows))
-        patch = self._engines.launch(size, self._inputs(size, rows))
+        size = next(size for size in self.engines.batch_sizes if size >= len(rows))
+        patch = self.engines.launch(size, self._inputs(size, rows))
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, running in rows:
             running.launched += 1
             running.num_tokens += 1
 
-    def collect(self) -> dict[int, Patch]:
+    def collect(self) -> dict[int, AudioDelta]:
         """Wait for the oldest patch in flight. Returns it by slot, without segments that were removed or have ended."""
         launched = self._launched.popleft()
         samples, stop, latents = launched.patch.wait()
@@ -260,8 +247,11 @@ class TalkerWorker:
         samples: NDArray[np.float32],
         stop_probability: float,
         latents: NDArray[np.float32],
-    ) -> Patch:
-        """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final."""
+    ) -> AudioDelta:
+        """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final.
+
+        A whole segment has patches × samples per patch.
+        """
         step = running.collected
         has_stopped = (
             step > self.parameters.min_stop_step and stop_probability > self.parameters.stop_threshold
@@ -273,14 +263,11 @@ class TalkerWorker:
             0, self._tail - step * self.samples_per_patch
         )  # the first patches have no samples before it
         end = self.samples_per_patch + (self._tail if running.is_last else 0)
-        final = samples[start:end].copy()
-        return Patch(
-            samples=final,
-            is_last=running.is_last,
-            is_capped=is_capped,
-            is_finite=bool(np.isfinite(final).all()),
-            latents=latents.copy(),
-            stop_probability=stop_probability,
+        if running.recorder is not None:
+            running.recorder.latents.append(latents.copy())
+            running.recorder.stop_probabilities.append(stop_probability)
+        return AudioDelta(
+            samples=samples[start:end].copy(), is_segment_end=running.is_last, is_capped=is_capped
         )
 
     def _write_prefix(self, slot: int, segment: SpeechSegment) -> None:
@@ -290,30 +277,30 @@ class TalkerWorker:
         rows = self._prefixes.get(key)
         if rows is None:
             self._run_prompt(slot, segment, 0, count)
-            self._prefixes[key] = self._engines.read_rows(slot, count)
+            self._prefixes[key] = self.engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
                 self._prefixes.popitem(last=False)  # safe to free: see `write_rows`
             return
         self._prefixes.move_to_end(key)
-        self._engines.write_rows(slot, rows)
+        self.engines.write_rows(slot, rows)
 
     def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> None:
         """Prefill prompt tokens `start` to `end` in chunks."""
-        sizes = self._engines.chunk_sizes
+        sizes = self.engines.chunk_sizes
         history = torch.from_numpy(segment.history).unsqueeze(0)
         while start < end:
             count = min(sizes[-1], end - start)
             width = next(size for size in sizes if size >= count)
             input_ids = torch.zeros(width, dtype=torch.int64)
             input_ids[:count] = torch.from_numpy(segment.input_ids[start : start + count])
-            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self._engines.embed_dtype)
+            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
             use_embed = torch.zeros(width, dtype=torch.bool)
             is_replaced = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
             if is_replaced.any():
                 places = torch.from_numpy(segment.embed_rows[is_replaced] - start)
                 embeds[places] = torch.from_numpy(segment.embeds[is_replaced]).to(embeds.dtype)
                 use_embed[places] = True
-            self._engines.run_prompt(
+            self.engines.run_prompt(
                 width,
                 {
                     "input_ids": input_ids,

@@ -1,17 +1,89 @@
-"""Sampling rules of requests as the numbers that a step on the device reads (`mingc.kernels.sample_tokens`).
+"""Sampling on the device: the state of each slot, and the rules of a request as numbers that a step reads.
 
-The rules, their order and the one uniform number per token are those of `mingc.runtime.thinker.sampler`, the reference.
+Rules, their order and the uniform number of each token follow the reference, `mingc.runtime.thinker.sampler`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from mingc.kernels.sample_tokens import MAX_BANNED
+from mingc.kernels.sample_tokens import MAX_BANNED, sample_greedy, sort_and_sample
+from mingc.runtime.distributed.process_group import broadcast_from_rank0_
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.request import SamplingParams
+from mingc.runtime.thinker.step import PrefillStep
+
+log = logging.getLogger("mingc.engine")
+
+
+class DeviceSampler:
+    """Samples tokens; holds by slot the token sampled last, and which tokens prompt and answer have.
+
+    A CUDA graph may capture all methods but `mark_skipped`. Their `inputs` have `slots` (B,); padding has slot 0.
+
+    Args:
+        graph: `sample` of the artifact; None: the vocabulary is sorted.
+    """
+
+    def __init__(self, graph: Graph | None, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        if graph is None and device.type == "cuda":
+            log.warning("sampling sorts the vocabulary: the artifact has no graph sample; export again")
+        self._graph = graph
+        self._device = device
+        self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self._yes = torch.ones((), dtype=torch.bool, device=device)
+
+    def mark_skipped(self, step: PrefillStep) -> None:
+        """Mark tokens that no chunk has as seen, for repetition penalties; `mark_chunk` marks the others."""
+        if step.skipped_ids is None or step.skipped_counts is None:
+            return
+        ends = np.cumsum(step.skipped_counts)
+        for slot, start, count, end in zip(step.slots, step.starts, step.skipped_counts, ends, strict=True):
+            if count:
+                seen = self._seen[slot]
+                if count == start:
+                    seen.zero_()  # of the slot's earlier request
+                ids = torch.from_numpy(step.skipped_ids[end - count : end])
+                if self._device.type == "cuda":
+                    ids = ids.pin_memory()  # so that the copy does not wait for the steps before
+                seen.index_fill_(0, ids.to(self._device, non_blocking=True), True)
+
+    def mark_chunk(self, inputs: Mapping[str, Tensor]) -> None:
+        """Mark the tokens of a chunk as seen, for repetition penalties; clear the mask of prompts that start here."""
+        slots, is_continued = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
+        self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_continued)
+        rows = inputs["row_slots"]  # slot 0 for padding
+        self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
+
+    def take(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The tokens (B,) of a decode step, with the one sampled last in place of -1; marks them as seen."""
+        slots, ids = inputs["slots"], inputs["input_ids"]
+        ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
+        self._seen.index_put_((slots, ids), self._yes)
+        return ids
+
+    def sample(self, logits: Tensor, inputs: Mapping[str, Tensor], *, is_random: bool) -> Tensor:
+        """Sample tokens (B,) from `logits` (B, V), the same on all ranks, and keep them as the last of `slots`."""
+        slots = inputs["slots"]
+        if is_random:
+            seen = self._seen.index_select(0, slots)
+            if self._graph is None:
+                sampled = sort_and_sample(logits, inputs["sampling"], seen)
+            else:
+                outputs = self._graph.run(logits=logits.contiguous(), sampling=inputs["sampling"], seen=seen)
+                sampled = outputs["tokens"]
+        else:
+            sampled = sample_greedy(logits)
+        broadcast_from_rank0_(sampled)
+        self._last.index_copy_(0, slots, sampled.clamp_min(0))
+        return sampled
 
 
 def sampling_columns(params: SamplingParams, point: float, banned: Sequence[int] = ()) -> tuple[float, ...]:

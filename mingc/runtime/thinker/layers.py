@@ -26,13 +26,11 @@ _ROWS = ("input_ids", "embeds", "embed_kind", "segment", "index")  # inputs (T, 
 _ROUTES = ("expert_ids", "expert_weights")
 
 Inputs = Mapping[str, Tensor]
-Observe = Callable[[str, Tensor, Tensor], None]
 
 
 class _HalfLayer(NamedTuple):
-    """Attention or feed-forward of a layer: its instance in the stage, its graph, its KV pages."""
+    """Attention or feed-forward of a layer: its graph and its KV pages."""
 
-    name: str
     graph: Graph
     pages: dict[str, Tensor]
 
@@ -72,7 +70,7 @@ class ThinkerLayers:
 
         With several chunks, the all-reduce of one overlaps with the layers of another (two-batch overlap).
 
-        Inputs: those of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
+        Inputs: the inputs of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
         index (T,), last (S,).
         After the logits come ids and weights (T, K) of the experts of all chunks for each expert layer; nothing if the
         engines do not output them.
@@ -87,7 +85,7 @@ class ThinkerLayers:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run layer group `group` of `num_layer_groups` (of nearly equal size) for one chunk; group 0 also embeds.
 
-        Inputs: as `prefill`; those of `embed` are needed by group 0 only. `stream` is what the previous group
+        Inputs: as `prefill`; only group 0 reads the inputs of `embed`. `stream` is what the previous group
         returned, tensors (T, …); it is ignored for group 0.
         Returns the residual stream after the group, and the routes of its expert layers.
         """
@@ -104,14 +102,13 @@ class ThinkerLayers:
         last = inputs["last"]
         return self._logits(*(stream[name].index_select(0, last) for name in ("residual", "delta")))
 
-    def decode(self, inputs: Inputs, observe: Observe | None = None) -> Tensor:
+    def decode(self, inputs: Inputs) -> Tensor:
         """Logits (B, V) float32 after one token of each request.
 
-        Inputs: those of `embed`, page_table (B, P), lengths (B,). `observe` is called with the name of each half-layer
-        and its inputs `residual` and `delta` (B, D), before it runs.
+        Inputs: the inputs of `embed`, page_table (B, P), lengths (B,).
         """
         batch = _Batch({**inputs, **self._embed.run(**_inputs_of(self._embed, inputs))})
-        self._forward(self._layers["decode"], [batch], observe)
+        self._forward(self._layers["decode"], [batch])
         return self._logits(batch.residual, batch.delta)
 
     def _embed_stream(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -122,20 +119,16 @@ class ThinkerLayers:
         share = self._head.run(residual=residual, delta=delta)["logits"]
         return self._gather(share)[:, : self._vocab_size]
 
-    def _forward(
-        self, halves: Sequence[_HalfLayer], batches: Sequence[_Batch], observe: Observe | None = None
-    ) -> list[Tensor]:
+    def _forward(self, halves: Sequence[_HalfLayer], batches: Sequence[_Batch]) -> list[Tensor]:
         """Run all `batches` through `halves`. Returns the routes of expert layers, batches concatenated.
 
         With several batches, the all-reduce of one overlaps with the next half-layer of another.
         """
         routes: list[Tensor] = []
-        for name, graph, pages in halves:
+        for graph, pages in halves:
             found = []
             for batch in batches:
                 batch.wait()
-                if observe is not None:
-                    observe(name, batch.residual, batch.delta)
                 outputs = graph.run(
                     residual=batch.residual, delta=batch.delta, **_inputs_of(graph, batch.context), **pages
                 )
@@ -191,17 +184,16 @@ def _layers(stage: LoadedStage, state: Mapping[str, Tensor], kind: str) -> list[
     halves: list[_HalfLayer] = []
     for instance, attention in stage.layer_instances(f"{kind}_attention").items():
         pages = {each.name: state[join_path(instance, each.name)] for each in attention.spec.state}
-        halves.append(_HalfLayer(instance, attention, pages))
+        halves.append(_HalfLayer(attention, pages))
         layer = instance.removesuffix(".attention")
-        name = f"{layer}.feed_forward"
-        feed_forward = feed_forwards.get(name)
+        feed_forward = feed_forwards.get(f"{layer}.feed_forward")
         if feed_forward is None:
             raise ArtifactError(
                 f"layer {layer} has attention but no feed-forward: neither graph dense nor {kind}_experts has it",
                 where=f"manifest.json, stage {stage.name}",
                 fix="copy the artifact again, or export again",
             )
-        halves.append(_HalfLayer(name, feed_forward, {}))
+        halves.append(_HalfLayer(feed_forward, {}))
     return halves
 
 

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,15 +28,15 @@ from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import FinishReason, SamplingParams
-from mingc.runtime.request_stream import FailedItem, Item, TokenItem
-from mingc.runtime.thinker.device_sampler import sampling_columns
-from mingc.runtime.thinker.expert_usage import ExpertsRead, ExpertUsage
+from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
-from mingc.runtime.thinker.sampler import SamplerRow, sample, uniform
-from mingc.runtime.thinker.scheduler import PrefillChunk, PromptSlice, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep, chunk_embeds
+from mingc.runtime.thinker.running_chat import RunningChat, decode_step, prefill_step, sampling_rows
+from mingc.runtime.thinker.sampler import SamplerRow, sample
+from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
@@ -60,9 +60,6 @@ class StepRunner(Protocol):
     @property
     def latency_model(self) -> StepLatencyModel | None: ...
 
-    @property
-    def experts_read(self) -> ExpertsRead | None: ...
-
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
     def decode(self, step: DecodeStep) -> Tensor: ...
@@ -70,39 +67,6 @@ class StepRunner(Protocol):
     def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens: ...
 
     def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    prompt: ThinkerPrompt
-    max_tokens: int
-    row: SamplerRow
-    emit: Callable[[Item], None]
-    records_logits: bool
-    keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
-    answer: list[int] = field(default_factory=list)
-    begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
-    pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
-    prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
-    reused: int = 0  # prompt tokens that were not computed, because their pages were cached
-
-    def item(
-        self, token: int | None, finish: FinishReason | None, logits: NDArray[np.float32] | None
-    ) -> TokenItem:
-        """The item of one token of the answer."""
-        return TokenItem(
-            token=token, finish=finish, logits=logits, reused_tokens=self.reused, begun_at=self.begun_at
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and answer, pending ones included."""
-        return len(self.prompt.input_ids) + len(self.answer) + self.pending
-
-    @property
-    def is_launchable(self) -> bool:
-        """Whether to launch a further token, as far as the host knows."""
-        return len(self.answer) + self.pending < self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,27 +77,21 @@ class _Launched:
         at: time of the launch (`time.perf_counter`), including earlier queued layer groups.
         prefill_ms: measured time of these layer groups.
         num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
-        experts: what the decode step read, if it was counted.
     """
 
-    rows: list[tuple[int, _Running]]
+    rows: list[tuple[int, RunningChat]]
     tokens: LaunchedTokens
     at: float
     prefill_ms: float
     num_decoding: int
-    experts: ExpertsRead | None = None
 
 
 class ThinkerLoop(EngineThread):
     """Runs all requests of one thinker.
 
     Args:
-        stop_ids: tokens that end an answer and are not part of it, besides those of its request.
+        stop_ids: tokens that end every answer and are not part of it; a request may name more.
         prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
-        expert_usage_interval_s: seconds between two decode steps that are counted (`ExpertUsage`); 0: none is counted.
-
-    Attributes:
-        expert_usage: experts that counted decode steps have read.
     """
 
     def __init__(
@@ -144,16 +102,14 @@ class ThinkerLoop(EngineThread):
         stop_ids: Sequence[int],
         vocab_size: int,
         prefix_salt: bytes | None = None,
-        expert_usage_interval_s: float = 0.0,
     ) -> None:
         super().__init__("thinker")
-        self.expert_usage = ExpertUsage(interval_s=expert_usage_interval_s)
-        self._runner = runner
+        self.runner = runner
         self.scheduler = scheduler
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._prefix_salt = prefix_salt
-        self._requests: dict[int, _Running] = {}
+        self._requests: dict[int, RunningChat] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
         self._chunk_requests: list[int] = []  # of the current chunk, including removed ones
@@ -167,18 +123,20 @@ class ThinkerLoop(EngineThread):
     @property
     def held(self) -> dict[str, int]:
         """Resources that requests hold: KV pages, slots, and work in flight."""
-        pool, slots = self.scheduler.pool, self._slots
+        scheduler, pool, slots = self.scheduler, self.scheduler.pool, self._slots
         return {
             "KV pages": pool.num_pages - 1 - pool.num_free,
             "thinker slots": slots.num_slots - 1 - slots.num_free,
             "chats": len(self._requests),
+            "scheduled chats": scheduler.num_waiting + scheduler.num_running,
+            "prompts in a chunk": scheduler.num_chunk_prompts,
             "thinker steps in flight": len(self._launched),
         }
 
     @property
     def device(self) -> torch.device:
         """Device of the prompts' media embeddings."""
-        return self._runner.device
+        return self.runner.device
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -206,12 +164,12 @@ class ThinkerLoop(EngineThread):
         emit: Callable[[Item], None],
         *,
         keys: Sequence[bytes] | None = None,
-        records_logits: bool = False,
+        recorder: Recorder | None = None,
     ) -> int:
         """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
 
-        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. With
-        `records_logits` every token is emitted with the logits that it was sampled from.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. `recorder`
+        gets the logits of every token.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -219,16 +177,16 @@ class ThinkerLoop(EngineThread):
         count = len(prompt.input_ids)
         max_tokens = self.scheduler.max_new_tokens(count, sampling.max_tokens)
         stop_ids = self._stop_ids_of(sampling)
-        if self._runner.samples_on_device:
+        if self.runner.samples_on_device:
             row = SamplerRow(sampling, seed, stop_ids=stop_ids)  # the device tracks the seen tokens
         else:
-            ids, device = prompt.input_ids.tolist(), self._runner.device
+            ids, device = prompt.input_ids.tolist(), self.runner.device
             row = SamplerRow.begin(sampling, seed, ids, self._vocab_size, device, stop_ids)
         with self._lock:
             self._check_healthy()
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
-            self._requests[request] = _Running(prompt, max_tokens, row, emit, records_logits, keys)
+            self._requests[request] = RunningChat(prompt, max_tokens, row, emit, recorder, keys)
             self._notify()
         return request
 
@@ -274,11 +232,11 @@ class ThinkerLoop(EngineThread):
             self.scheduler.commit(plan)
         if plan.prefill is not None and logits is not None:
             self._sample([each.request for each in plan.prefill.ended], logits)
-        if self._runner.samples_on_device:
+        if self.runner.samples_on_device:
             self._launch_and_collect(plan.decode, num_uncollected)
         elif plan.decode:
             self._run_decode(plan.decode)
-        if self._runner.samples_on_device and plan.prefill is not None:
+        if self.runner.samples_on_device and plan.prefill is not None:
             self._next_chunk_at = time.perf_counter() + 1e-3 * _BUSY_SHARE * self._measured_ms(plan.prefill)
         return True
 
@@ -310,74 +268,46 @@ class ThinkerLoop(EngineThread):
                     self._slots.allocate(prompt.request)
                 running = self._requests[prompt.request]
                 running.begun_at = running.begun_at or time.perf_counter()
-            self._chunk_requests, self._chunk_step = requests, self._prefill_step(chunk.prompts)
+            self._chunk_requests = requests
+            self._chunk_step = prefill_step(
+                [self._requests[each] for each in requests],
+                chunk.prompts,
+                [self._pages(each.request, each.start + each.count) for each in chunk.prompts],
+                [self._slots.slot(each) for each in requests],
+            )
         self._pending_prefill_at = (
             self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
         )
         self._pending_prefill_ms += self._measured_ms(chunk)
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
-        is_sampled = bool(ended) and self._runner.samples_on_device
+        is_sampled = bool(ended) and self.runner.samples_on_device
         step = replace(
             self._chunk_step,
             embeds=self._chunk_step.embeds if chunk.first_group == 0 else None,
             first_group=chunk.first_group,
             end_group=chunk.end_group,
             ended=rows if is_sampled else None,
-            sampling=_sampling([self._requests[each] for each in ended]) if is_sampled else None,
+            sampling=sampling_rows([self._requests[each] for each in ended]) if is_sampled else None,
         )
         try:
             if is_sampled:
-                launched = self._runner.launch_prefill(step, with_logits=self._records_logits(ended))
+                launched = self.runner.launch_prefill(step, with_logits=self._are_recorded(ended))
                 self._add_launched(ended, launched, 0)
                 return None
-            logits = self._runner.prefill(step)
+            logits = self.runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
         except Exception as error:
             self._fail_step(requests, error)
             return None
 
-    def _prefill_step(self, slices: Sequence[PromptSlice]) -> PrefillStep:
-        """Inputs of a new chunk: the tokens of its prompts, concatenated."""
-        prompts = [self._requests[each.request].prompt for each in slices]
-        ranges = [slice(each.start, each.start + each.count) for each in slices]
-        both = list(zip(prompts, ranges, strict=True))
-        pages = [self._pages(each.request, each.start + each.count) for each in slices]
-        skipped = [self._begin(each) for each in slices]
-        is_any_skipped = any(map(len, skipped))
-        return PrefillStep(
-            input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
-            positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
-            embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
-            embeds=chunk_embeds(both),
-            counts=np.array([each.count for each in slices], np.int64),
-            starts=np.array([each.start for each in slices], np.int64),
-            pages=_page_table(pages),
-            slots=np.array([self._slots.slot(each.request) for each in slices], np.int64),
-            skipped_ids=np.concatenate(skipped) if is_any_skipped else None,
-            skipped_counts=np.array([len(each) for each in skipped], np.int64) if is_any_skipped else None,
-        )
-
-    def _begin(self, prompt: PromptSlice) -> NDArray[np.int64]:
-        """Record that tokens of a prompt are in a chunk.
-
-        Returns the earlier tokens that were in no chunk: reused ones.
-        """
-        running = self._requests[prompt.request]
-        skipped = running.prompt.input_ids[running.prefilled : prompt.start]
-        running.prefilled = prompt.start + prompt.count
-        running.reused += len(skipped)
-        return skipped
-
     def _run_decode(self, requests: Sequence[int]) -> None:
         step = self._decode_step(requests)
         try:
-            logits = self._runner.decode(step)
+            logits = self.runner.decode(step)
         except Exception as error:
             self._fail_step(requests, error)
             return
-        if step.counts_experts:
-            self._record_experts(self._runner.experts_read, len(requests))
         self._sample(requests, logits)
 
     def _launch_and_collect(self, requests: Sequence[int], num_uncollected: int) -> None:
@@ -386,9 +316,8 @@ class ThinkerLoop(EngineThread):
         try:
             if launchable:
                 step = self._decode_step(launchable)
-                launched = self._runner.launch_decode(step, with_logits=self._records_logits(launchable))
-                experts = self._runner.experts_read if step.counts_experts else None
-                self._add_launched(launchable, launched, len(launchable), experts)
+                launched = self.runner.launch_decode(step, with_logits=self._are_recorded(launchable))
+                self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
@@ -397,16 +326,10 @@ class ThinkerLoop(EngineThread):
             self._launched.clear()
             self._fail_step([request for request in affected if request in self._requests], error)
 
-    def _add_launched(
-        self,
-        requests: Sequence[int],
-        launched: LaunchedTokens,
-        num_decoding: int,
-        experts: ExpertsRead | None = None,
-    ) -> None:
+    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
         rows = [(request, self._requests[request]) for request in requests]
         at = self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
-        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding, experts))
+        self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding))
         self._pending_prefill_ms = 0.0
         for _, running in rows:
             running.pending += 1
@@ -418,56 +341,29 @@ class ThinkerLoop(EngineThread):
         self._launched.popleft()
         start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - start)
-        if launched.experts is not None:
-            self._record_experts(launched.experts, launched.num_decoding)
-        else:  # a counted step is not captured, and so takes longer than others
-            self.scheduler.prefill_policy.observe(
-                ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
-            )
+        self.scheduler.prefill_policy.observe(
+            ms, prefill_ms=launched.prefill_ms, num_decoding=launched.num_decoding
+        )
         for row, ((request, running), token) in enumerate(zip(launched.rows, tokens, strict=True)):
             if self._requests.get(request) is running:
                 running.pending -= 1
-                recorded = logits[row] if logits is not None and running.records_logits else None
+                recorded = logits[row] if logits is not None and running.recorder is not None else None
                 self._append_token(request, None if token == NOT_FINITE else token, recorded)
 
-    def _record_experts(self, experts: ExpertsRead | None, num_decoding: int) -> None:
-        """Log and add up what a counted decode step of `num_decoding` requests has read."""
-        assert experts is not None, "the step was counted"
-        counts = experts.wait()
-        mean = self.expert_usage.add(experts.num_rows, counts)
-        log.info(
-            "a decode step of %d requests in a batch of %d read %.1f experts a layer, %d to %d",
-            *(num_decoding, experts.num_rows, mean, min(counts), max(counts)),
-        )
-
-    def _records_logits(self, requests: Sequence[int]) -> bool:
-        return any(self._requests[request].records_logits for request in requests)
+    def _are_recorded(self, requests: Sequence[int]) -> bool:
+        return any(self._requests[request].recorder is not None for request in requests)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
-        running = [self._requests[request] for request in requests]
-        lengths = np.array([each.num_tokens for each in running])
-        pages = [
-            self._pages(request, each.num_tokens) for request, each in zip(requests, running, strict=True)
-        ]
-        slots, sampling = None, None
-        if self._runner.samples_on_device:
-            slots = np.array([self._slots.slot(request) for request in requests])
-            sampling = _sampling(running)
-        return DecodeStep(
-            input_ids=np.array([-1 if each.pending else each.answer[-1] for each in running]),
-            positions=lengths - 1 + np.array([each.prompt.rope_delta for each in running]),
-            lengths=lengths,
-            pages=_page_table(pages),
-            slots=slots,
-            sampling=sampling,
-            counts_experts=self.expert_usage.take_turn(time.perf_counter()),
-        )
+        chats = [self._requests[request] for request in requests]
+        pages = [self._pages(request, chat.num_tokens) for request, chat in zip(requests, chats, strict=True)]
+        slots = [self._slots.slot(each) for each in requests] if self.runner.samples_on_device else None
+        return decode_step(chats, pages, slots)
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
         ids = sample(logits, [self._requests[request].row for request in requests])
         for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
             recorded = None
-            if self._requests[request].records_logits:
+            if self._requests[request].recorder is not None:
                 recorded = logits[row].float().cpu().numpy().copy()  # valid until the next step only
             self._append_token(request, token, recorded)
 
@@ -479,13 +375,15 @@ class ThinkerLoop(EngineThread):
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
             return
         if token in running.row.stop_ids:
-            running.emit(running.item(None, "stop", logits))
+            running.emit_token(None, "stop")
             self._remove(request)
             return
+        if running.recorder is not None and logits is not None:
+            running.recorder.logits.append(logits)
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit(running.item(token, finish, logits))
+        running.emit_token(token, finish)
         if finish is not None:
             self._remove(request)
 
@@ -534,25 +432,3 @@ class ThinkerLoop(EngineThread):
     def _fail_all(self, error: ServeError) -> None:
         for request in list(self._requests):
             self._fail(request, error)
-
-
-def _sampling(running: Sequence[_Running]) -> NDArray[np.float64]:
-    """Sampling parameters (n, NUM_COLUMNS) of each request's next token."""
-    return np.array(
-        [
-            sampling_columns(
-                each.row.params,
-                uniform(each.row.seed, each.row.step + each.pending),
-                each.row.banned(each.pending),
-            )
-            for each in running
-        ]
-    )
-
-
-def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Pages of each request as rows (n, P), padded with 0."""
-    table = np.zeros((len(pages), max(map(len, pages))), np.int64)
-    for row, owned in enumerate(pages):
-        table[row, : len(owned)] = owned
-    return table

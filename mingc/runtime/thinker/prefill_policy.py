@@ -98,7 +98,7 @@ class ChunkedPrefillPolicy:
 
         Args:
             num_tokens: rows of the chunk.
-            num_prompts: admitted prompts that are not prefilled yet, including those of the chunk.
+            num_prompts: admitted prompts that are not prefilled yet, prompts of the chunk included.
             num_decoding: requests that decode in the same step.
         """
         if not num_decoding:

@@ -55,7 +55,7 @@ class PrefillChunk:
     """A range of layer groups to run for the next tokens of some prompts.
 
     Attributes:
-        prompts: slices of the chunk, without those of removed requests.
+        prompts: slices of the chunk, except of removed requests.
         num_rows: from the first token to the last, including alignment padding.
         first_group, end_group: range of layer groups; those before it have been run.
         is_whole: whether the chunk is complete after these groups.
@@ -148,6 +148,11 @@ class ThinkerScheduler:
     @property
     def num_running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_chunk_prompts(self) -> int:
+        """Prompts of the chunk under way: some of its layer groups have run, others have not."""
+        return 0 if self._current is None else len(self._current.prompts)
 
     @property
     def can_start_chunk(self) -> bool:

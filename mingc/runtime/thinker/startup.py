@@ -13,7 +13,8 @@ from mingc.artifacts.parameters import ThinkerParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
+from mingc.runtime.thinker.worker import ThinkerWorker
 
 
 def create_worker(

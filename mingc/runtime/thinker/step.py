@@ -69,7 +69,6 @@ class DecodeStep:
         pages: (n, P) int64, KV pages in token order, padded with 0.
         slots: (n,) int64; None if the host samples.
         sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None if `slots` is.
-        counts_experts: count the experts that the step reads, see `expert_usage`. All ranks run it uncaptured.
     """
 
     input_ids: Ints
@@ -78,7 +77,6 @@ class DecodeStep:
     pages: Ints
     slots: Ints | None = None
     sampling: NDArray[np.float64] | None = None
-    counts_experts: bool = False
 
 
 def padded(values: Ints, size: int) -> Tensor:

@@ -6,7 +6,6 @@ steps on its own weights and pages. The layers are in `mingc.runtime.thinker.lay
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,44 +18,18 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
-from mingc.kernels.sample_tokens import NUM_COLUMNS, sample_greedy, sort_and_sample
+from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.distributed.all_reduce import create_all_reduce
-from mingc.runtime.distributed.process_group import broadcast_from_rank0_, num_ranks
+from mingc.runtime.distributed.process_group import num_ranks
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.device_sampler import needs_sampling
-from mingc.runtime.thinker.expert_usage import CountedStep, ExpertRouters, ExpertsRead
-from mingc.runtime.thinker.layers import Observe, ThinkerLayers, split_chunk
+from mingc.runtime.thinker.device_sampler import DeviceSampler, needs_sampling
+from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
-
-log = logging.getLogger("mingc.engine")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepOptions:
-    """Optional behaviour of a worker's steps, the same on all ranks. None: chosen by device and artifact.
-
-    Attributes:
-        is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
-            have their largest size. None: on CUDA.
-        two_batch_overlap: allow steps of two chunks of one prompt, a longest one and the next of any size, where the
-            all-reduce of one chunk overlaps with the layers of the other. None: on CUDA with several ranks, if the
-            context holds two longest chunks.
-        max_chunk: use no longer chunks than this many rows.
-        max_prompts: most prompts in a chunk, at most what the engines take. None: that many on CUDA, one on a CPU,
-            where alignment padding costs more than a second call.
-    """
-
-    is_static: bool | None = None
-    two_batch_overlap: bool | None = None
-    max_chunk: int | None = None
-    max_prompts: int | None = None
-
-
-DEFAULT_STEPS = StepOptions()
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
 
 class GraphKey(NamedTuple):
@@ -111,7 +84,6 @@ class ThinkerWorker:
         latency_model: measured time of every size; None until measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty if the engines do not
             output them.
-        experts_read: of the last decode step that was counted; None before one was.
     """
 
     def __init__(
@@ -132,9 +104,6 @@ class ThinkerWorker:
         self.routes: list[tuple[Tensor, Tensor]] = []
         self._prefill, self._decode = stage["prefill_attention"], stage["decode_attention"]
         self._is_captured = device.type == "cuda" and stage.is_capturable
-        self._sampler = stage.graphs.get("sample")
-        if self._sampler is None and device.type == "cuda" and self.samples_on_device:
-            log.warning("sampling sorts the vocabulary: the artifact has no graph sample; export again")
         self.batches, self.chunks = self._decode.spec.dim("B").buckets, self._prefill.spec.dim("T").buckets
         if options.max_chunk is not None:
             self.chunks = tuple(size for size in self.chunks if size <= options.max_chunk) or (
@@ -169,19 +138,19 @@ class ThinkerWorker:
             stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
         self.num_layer_groups = self._layers.num_layer_groups
-        self._routers = None if parameters.router is None else ExpertRouters(stage, parameters.router)
-        self.experts_read: ExpertsRead | None = None
         self._stream: dict[
             str, Tensor
         ] = {}  # of the current chunk between layer groups, rows for the largest
         self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # of the current chunk, by size
         self._no_logits = torch.zeros(0, self.vocab_size, device=device)
+        self._sampler: DeviceSampler | None = None
         if self.samples_on_device:
-            slots = self.max_batch + 1
-            # By slot: the token sampled last, and the tokens of prompt and answer.
-            self._last = torch.zeros(slots, dtype=torch.int64, device=device)
-            self._seen = torch.zeros(slots, self.vocab_size, dtype=torch.bool, device=device)
-            self._yes = torch.ones((), dtype=torch.bool, device=device)
+            self._sampler = DeviceSampler(
+                stage.graphs.get("sample"),
+                num_slots=self.max_batch + 1,
+                vocab_size=self.vocab_size,
+                device=device,
+            )
             self._chunk_logits = torch.zeros(self._table_rows, self.vocab_size, device=device)
         self.latency_model: StepLatencyModel | None = None
         self._graphs: dict[GraphKey, GraphRunner] = {}
@@ -210,8 +179,8 @@ class ThinkerWorker:
         They are valid until the next step; before the last layer group they have no rows. A step of more than
         `max_chunk` tokens runs all layer groups at once, with two-batch overlap.
         """
-        if step.first_group == 0:
-            self._mark_skipped(step)
+        if step.first_group == 0 and self._sampler is not None:
+            self._sampler.mark_skipped(step)
         offsets = self._offsets(step.counts)
         num_rows = int(offsets[-1] + step.counts[-1])
         if num_rows > self.max_chunk:
@@ -320,18 +289,7 @@ class ThinkerWorker:
         if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
             inputs.update(slots=padded(slots, size), sampling=padded_sampling(step.sampling, size))
-        if step.counts_experts:
-            return self._run_counted(inputs, is_random=is_random)
         return self._run(GraphKey("decode", size, is_random=is_random), inputs)
-
-    def _run_counted(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
-        """A decode step that is not captured: the same engines in the same order, and the routers between them."""
-        assert self._routers is not None, "the artifact has routers"
-        counted = CountedStep(self._routers)
-        on_device = {name: value.to(self.device) for name, value in inputs.items()}
-        outputs = self._run_decode(on_device, is_random=is_random, observe=counted.observe)
-        self.experts_read = counted.copy_to_host(len(inputs["input_ids"]))
-        return outputs
 
     def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._graphs:
@@ -354,7 +312,8 @@ class ThinkerWorker:
         if group == 0:
             inputs = {**inputs, "embeds": self._embeds[:size]}
             self._chunk_inputs[size] = inputs
-            self._mark_seen(inputs)
+            if self._sampler is not None:
+                self._sampler.mark_chunk(inputs)
         inputs = self._chunk_inputs[size]
         before = {name: kept[:size] for name, kept in self._stream.items()}
         stream, routes = self._layers.prefill_layer_group(group, inputs, before)
@@ -368,36 +327,13 @@ class ThinkerWorker:
 
     def _run_two_batch(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Logits (S, V); then the routes of expert layers."""
-        self._mark_seen(inputs)
+        if self._sampler is not None:
+            self._sampler.mark_chunk(inputs)
         inputs = {**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]}
         logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
-
-    def _mark_skipped(self, step: PrefillStep) -> None:
-        """Mark tokens that no chunk has as seen, for repetition penalties; `_mark_seen` marks the others."""
-        if not self.samples_on_device or step.skipped_ids is None or step.skipped_counts is None:
-            return
-        ends = np.cumsum(step.skipped_counts)
-        for slot, start, count, end in zip(step.slots, step.starts, step.skipped_counts, ends, strict=True):
-            if count:
-                seen = self._seen[slot]
-                if count == start:
-                    seen.zero_()  # of the slot's earlier request
-                ids = torch.from_numpy(step.skipped_ids[end - count : end])
-                if self.device.type == "cuda":
-                    ids = ids.pin_memory()  # so that the copy does not wait for the steps before
-                seen.index_fill_(0, ids.to(self.device, non_blocking=True), True)
-
-    def _mark_seen(self, inputs: Mapping[str, Tensor]) -> None:
-        """Mark the tokens of a chunk as seen, for repetition penalties; clear the mask of prompts that start here."""
-        if not self.samples_on_device:
-            return
-        slots, is_continued = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
-        self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_continued)
-        rows = inputs["row_slots"]  # slot 0 for padding
-        self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
 
     def _save_stream(self, stream: Mapping[str, Tensor]) -> None:
         """Copy a chunk's residual stream to where no other step writes. The first call, a warm-up, allocates."""
@@ -410,44 +346,21 @@ class ThinkerWorker:
 
     def _sample_first_tokens(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
         logits = self._chunk_logits.index_select(0, inputs["ended"])
-        return logits, self._sample(logits, inputs, is_random=is_random)
+        assert self._sampler is not None, "the device samples"
+        return logits, self._sampler.sample(logits, inputs, is_random=is_random)
 
-    def _run_decode(
-        self, inputs: Mapping[str, Tensor], *, is_random: bool, observe: Observe | None = None
-    ) -> tuple[Tensor, ...]:
-        ids = inputs["input_ids"]
-        if self.samples_on_device:
-            slots = inputs["slots"]
-            ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
-            self._seen.index_put_((slots, ids), self._yes)
+    def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
+        ids = inputs["input_ids"] if self._sampler is None else self._sampler.take(inputs)
         tokens = {
             "input_ids": ids,
             "embeds": self._embeds[: len(ids)],
             "embed_kind": self._text_kind[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        logits = self._layers.decode({**inputs, **tokens}, observe)
-        if not self.samples_on_device:
+        logits = self._layers.decode({**inputs, **tokens})
+        if self._sampler is None:
             return (logits,)
-        return logits, self._sample(logits, inputs, is_random=is_random)
-
-    def _sample(self, logits: Tensor, inputs: Mapping[str, Tensor], *, is_random: bool) -> Tensor:
-        """Sample tokens (B,) from `logits` (B, V), the same on all ranks, and store them for `slots`."""
-        slots = inputs["slots"]
-        if is_random:
-            seen = self._seen.index_select(0, slots)
-            if self._sampler is None:
-                sampled = sort_and_sample(logits, inputs["sampling"], seen)
-            else:
-                outputs = self._sampler.run(
-                    logits=logits.contiguous(), sampling=inputs["sampling"], seen=seen
-                )
-                sampled = outputs["tokens"]
-        else:
-            sampled = sample_greedy(logits)
-        broadcast_from_rank0_(sampled)
-        self._last.index_copy_(0, slots, sampled.clamp_min(0))
-        return sampled
+        return logits, self._sampler.sample(logits, inputs, is_random=is_random)
 
     def _capture_all(self) -> None:
         """Capture every size, the largest first, so that the others reuse its graph's memory."""

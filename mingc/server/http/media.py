@@ -15,6 +15,7 @@ import ssl
 import stat
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
@@ -25,11 +26,10 @@ import httpx
 
 from mingc.errors import RequestError
 from mingc.host import large_arrays
-from mingc.runtime.request import MediaPart, Message, TextPart
-from mingc.server.http.body_decoder import shorten
-from mingc.server.http.long_strings import LongString, decode_base64
-from mingc.server.http.messages import MediaSource
-from mingc.server.http.options import ANY_PUBLIC_HOST, ServeOptions
+from mingc.prompts.conversation import MediaPart, Message
+from mingc.server.http.body import LongString, decode_base64
+from mingc.server.http.field_errors import shorten
+from mingc.server.options import ANY_PUBLIC_HOST, ServeOptions
 
 MAX_REDIRECTS = 3
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
@@ -54,47 +54,45 @@ class MediaLoader:
         named = (entry for entry in options.allow_media_hosts if entry != ANY_PUBLIC_HOST)
         self._hosts = frozenset(_host_and_port(entry) for entry in named)
         self._root = None if options.media_root is None else options.media_root.resolve()
-        # They log whole URLs at INFO and DEBUG; those of media often carry a signature that grants access.
+        # They log whole URLs at INFO and DEBUG; a URL of a medium often carries a signature that grants access.
         for name in ("httpx", "httpcore"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
-    async def load(self, messages: Sequence[Message[MediaSource]]) -> tuple[Message[MediaPart], ...]:
-        """Replace the sources in `messages` by their bytes, one after another.
+    async def load(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Replace the references in `messages` by their bytes, one after another.
 
         Raises:
-            RequestError: with `param` naming the field of the source.
+            RequestError: with `param` naming the field of the reference.
         """
         left = self._max_bytes
-        read = []
+        loaded = []
         for message in messages:
-            parts: list[TextPart | MediaPart] = []
-            for part in message.parts:
-                if isinstance(part, TextPart):
-                    parts.append(part)
-                    continue
-                data = await self._read(part, left)
-                left -= len(data)
-                parts.append(MediaPart(kind=part.kind, data=data, where=part.param))
-            read.append(Message(role=message.role, parts=tuple(parts)))
-        return tuple(read)
+            parts = list(message.parts)
+            for index, part in enumerate(parts):
+                if isinstance(part, MediaPart) and isinstance(part.data, str):
+                    data = await self._read(part, part.data, left)
+                    left -= len(data)
+                    parts[index] = replace(part, data=data)
+            loaded.append(replace(message, parts=tuple(parts)))
+        return tuple(loaded)
 
-    async def _read(self, media: MediaSource, max_bytes: int) -> memoryview:
-        scheme = _SCHEME.match(media.source[:64])
+    async def _read(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        scheme = _SCHEME.match(source[:64])
         name = scheme.group(1).lower() if scheme else ""
         if name == "data":
-            data = await self._decode_data_url(media, max_bytes)
+            data = await self._decode_data_url(media, source, max_bytes)
         elif media.is_base64:
-            data = await self._decode_base64(media.source, 0, media, max_bytes)
-        elif name and isinstance(media.source, LongString):
-            _refuse(media, f"{_shown(media.source)} is too long for a URL", "invalid_value")
+            data = await self._decode_base64(source, 0, media, max_bytes)
+        elif name and isinstance(source, LongString):
+            _refuse(media, f"{_shown(source)} is too long for a URL", "invalid_value")
         elif name in _DEFAULT_PORTS:
-            data = await self._fetch(media, max_bytes)
-        elif name == "" and self._is_bare_base64(media.source):
-            data = await self._decode_base64(media.source, 0, media, max_bytes)
+            data = await self._fetch(media, source, max_bytes)
+        elif name == "" and self._is_bare_base64(source):
+            data = await self._decode_base64(source, 0, media, max_bytes)
         elif name in ("", "file"):
-            data = await asyncio.to_thread(self._read_file, media, max_bytes)
+            data = await asyncio.to_thread(self._read_file, media, source, max_bytes)
         else:
-            _refuse(media, f"{_shown(media.source)} is not a data:, http: or https: URL", "invalid_value")
+            _refuse(media, f"{_shown(source)} is not a data:, http: or https: URL", "invalid_value")
         if not data:
             _refuse(media, f"The {media.kind} holds no bytes", "empty_media")
         return data
@@ -111,8 +109,8 @@ class MediaLoader:
         path = Path(os.path.normpath(self._root / source))
         return not (path.is_relative_to(self._root) and os.path.lexists(path))
 
-    async def _decode_data_url(self, media: MediaSource, max_bytes: int) -> memoryview:
-        header, comma, _ = media.source.partition(",")
+    async def _decode_data_url(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        header, comma, _ = source.partition(",")
         if not comma or not header.lower().endswith(";base64"):
             _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
         mime = header[len("data:") :].split(";")[0].strip().lower()
@@ -122,11 +120,11 @@ class MediaLoader:
         if main_type not in fitting:
             _refuse(media, f"A data URL of type {shorten(mime)} is no {media.kind}", "invalid_data_url")
         start = len(header) + 1
-        if isinstance(media.source, LongString):  # its header may have escaped slashes
-            start = bytes(media.source.data[:1024]).index(b",") + 1
-        return await self._decode_base64(media.source, start, media, max_bytes)
+        if isinstance(source, LongString):  # its header may have escaped slashes
+            start = bytes(source.data[:1024]).index(b",") + 1
+        return await self._decode_base64(source, start, media, max_bytes)
 
-    async def _decode_base64(self, source: str, start: int, media: MediaSource, max_bytes: int) -> memoryview:
+    async def _decode_base64(self, source: str, start: int, media: MediaPart, max_bytes: int) -> memoryview:
         """The bytes of base64 in `source` from `start` on."""
         size = len(source.data if isinstance(source, LongString) else source) - start
         if size * 3 // 4 > max_bytes + 3:
@@ -142,20 +140,18 @@ class MediaLoader:
             self._too_large(media)
         return data
 
-    async def _fetch(self, media: MediaSource, max_bytes: int) -> memoryview:
+    async def _fetch(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._follow(media, max_bytes)
+                return await self._follow(media, source, max_bytes)
         except TimeoutError as error:
-            _refuse(
-                media, f"{_shown(media.source)} took over {self._timeout_s:g} s", "media_fetch_failed", error
-            )
+            _refuse(media, f"{_shown(source)} took over {self._timeout_s:g} s", "media_fetch_failed", error)
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
             why = str(error) or type(error).__name__
-            _refuse(media, f"{_shown(media.source)} cannot be fetched: {why}", "media_fetch_failed", error)
+            _refuse(media, f"{_shown(source)} cannot be fetched: {why}", "media_fetch_failed", error)
 
-    async def _follow(self, media: MediaSource, max_bytes: int) -> memoryview:
-        url = httpx.URL(media.source)
+    async def _follow(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        url = httpx.URL(source)
         # trust_env off: no proxy, and no password of this host's .netrc is sent to a host that a client chose
         context = await asyncio.to_thread(_tls_context)
         async with httpx.AsyncClient(trust_env=False, verify=context) as client:
@@ -171,13 +167,13 @@ class MediaLoader:
                         url = url.join(location)
                         continue
                     if response.status_code != 200:
-                        why = f"{_shown(media.source)} answered with status {response.status_code}"
+                        why = f"{_shown(source)} answered with status {response.status_code}"
                         _refuse(media, why, "media_fetch_failed")
                     if response.headers.get("content-encoding", "identity") != "identity":
-                        why = f"{_shown(media.source)} sends a compressed body"
+                        why = f"{_shown(source)} sends a compressed body"
                         _refuse(media, why, "media_fetch_failed")
                     return await self._read_response(response, media, max_bytes)
-        why = f"{_shown(media.source)} redirects more than {MAX_REDIRECTS} times"
+        why = f"{_shown(source)} redirects more than {MAX_REDIRECTS} times"
         _refuse(media, why, "media_fetch_failed")
 
     @asynccontextmanager
@@ -213,9 +209,7 @@ class MediaLoader:
                 await response.aclose()
             return
 
-    async def _read_response(
-        self, response: httpx.Response, media: MediaSource, max_bytes: int
-    ) -> memoryview:
+    async def _read_response(self, response: httpx.Response, media: MediaPart, max_bytes: int) -> memoryview:
         declared = response.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > max_bytes:
             self._too_large(media)
@@ -228,7 +222,7 @@ class MediaLoader:
                 self._too_large(media)
         return await asyncio.to_thread(large_arrays.join, parts)  # 100 MB take tens of milliseconds
 
-    def _check_host(self, url: httpx.URL, media: MediaSource) -> bool:
+    def _check_host(self, url: httpx.URL, media: MediaPart) -> bool:
         """Refuse a host that is not allowed; True if it is allowed by name, False if it is allowed as a public host.
 
         The URL is parsed by httpx, which also connects, so both see the same host.
@@ -250,11 +244,11 @@ class MediaLoader:
             )
         return False
 
-    def _read_file(self, media: MediaSource, max_bytes: int) -> memoryview:
+    def _read_file(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
         if self._root is None:
             why = "Local paths are not allowed: send base64, or have the server started with --media-root"
-            _refuse(media, f"{shorten(media.source)} is a path. {why}", "local_media_not_allowed")
-        text = media.source
+            _refuse(media, f"{shorten(source)} is a path. {why}", "local_media_not_allowed")
+        text = source
         if text[:5].lower() == "file:":
             parts = urlsplit(text)
             if parts.netloc not in ("", "localhost"):
@@ -264,20 +258,18 @@ class MediaLoader:
             path = (self._root / text).resolve()
             # the same message whether or not the path exists, so files outside the root cannot be probed
             if not path.is_relative_to(self._root):
-                _refuse(
-                    media, f"{shorten(media.source)} is not under --media-root", "local_media_not_allowed"
-                )
-            return self._read_regular(path, media, max_bytes)
+                _refuse(media, f"{shorten(source)} is not under --media-root", "local_media_not_allowed")
+            return self._read_regular(path, media, source, max_bytes)
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a cycle of links
             why = (error.strerror if isinstance(error, OSError) else None) or "not a path"
-            _refuse(media, f"{shorten(media.source)} cannot be read: {why}", "media_not_found", error)
+            _refuse(media, f"{shorten(source)} cannot be read: {why}", "media_not_found", error)
 
-    def _read_regular(self, path: Path, media: MediaSource, max_bytes: int) -> memoryview:
+    def _read_regular(self, path: Path, media: MediaPart, source: str, max_bytes: int) -> memoryview:
         # NONBLOCK: opening a pipe must not wait for a writer; NOFOLLOW: `path` is resolved, a link is a swap
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _refuse(media, f"{shorten(media.source)} is not a file", "media_not_found")
+                _refuse(media, f"{shorten(source)} is not a file", "media_not_found")
             parts: list[bytes] = []
             size = 0
             while chunk := file.read(_READ_BYTES):
@@ -287,11 +279,11 @@ class MediaLoader:
                     self._too_large(media)
             return large_arrays.join(parts)
 
-    def _too_large(self, media: MediaSource) -> NoReturn:
+    def _too_large(self, media: MediaPart) -> NoReturn:
         raise RequestError(
             f"The media of this request are larger than {self._max_bytes} bytes.",
             status=413,
-            param=media.param,
+            param=media.where,
             code="media_too_large",
         )
 
@@ -315,7 +307,7 @@ async def _resolve(url: httpx.URL) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def _check_public(addresses: Sequence[str], url: httpx.URL, media: MediaSource) -> None:
+def _check_public(addresses: Sequence[str], url: httpx.URL, media: MediaPart) -> None:
     """Refuse a host with an address that is not public."""
     for address in addresses:
         if not is_public(address):
@@ -345,5 +337,5 @@ def _shown(source: str) -> str:
     return shorten(head + separator + rest)
 
 
-def _refuse(media: MediaSource, message: str, code: str, cause: Exception | None = None) -> NoReturn:
-    raise RequestError(f"{message}.", param=media.param, code=code) from cause
+def _refuse(media: MediaPart, message: str, code: str, cause: Exception | None = None) -> NoReturn:
+    raise RequestError(f"{message}.", param=media.where, code=code) from cause

@@ -5,12 +5,14 @@ Media stay strings (URL, path, base64) with the path of their field; `mingc.serv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, Role, ServiceInfo, TextPart
-from mingc.server.http.body_decoder import decode_small, missing
+from mingc.prompts.conversation import MediaKind, MediaPart, Message, Role, TextPart
+from mingc.runtime.request import ServiceInfo
+from mingc.server.http.body import decode_small
+from mingc.server.http.field_errors import missing
 from mingc.server.http.request_schemas import (
     AssistantMessage,
     AudioContent,
@@ -25,20 +27,8 @@ from mingc.server.http.request_schemas import (
     VideoContent,
 )
 
-MediaKind = Literal["image", "audio", "video"]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaSource:
-    """Source of one image, clip or video. `is_base64`: the data itself, with or without a `data:` prefix."""
-
-    kind: MediaKind
-    source: str
-    param: str
-    is_base64: bool = False
-
-
-def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message[MediaSource], ...]:
+def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message, ...]:
     """`messages` and the three media lists of a chat body.
 
     Raises:
@@ -54,9 +44,7 @@ def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message[MediaSour
     return tuple(_inject(messages, body, info))
 
 
-def _inject(
-    messages: list[Message[MediaSource]], body: ChatBody, info: ServiceInfo
-) -> list[Message[MediaSource]]:
+def _inject(messages: list[Message], body: ChatBody, info: ServiceInfo) -> list[Message]:
     """Put images before the content of the first user message, audio and video after it (spec serving §2.1)."""
     images = _media_list(body.images, "images", "image", info)
     clips = _media_list(body.audios, "audios", "audio", info)
@@ -66,22 +54,22 @@ def _inject(
     for index, message in enumerate(messages):
         if message.role == "user":
             parts = (*images, *message.parts, *clips, *videos)
-            return [*messages[:index], Message(role="user", parts=parts), *messages[index + 1 :]]
+            return [*messages[:index], replace(message, parts=parts), *messages[index + 1 :]]
     first = (*images, *clips, *videos)[0]
     raise RequestError(
         "Top-level media go into the first user message, but 'messages' has none.",
-        param=first.param,
+        param=first.where,
         code="invalid_value",
     )
 
 
 def _media_list(
-    sources: list[str] | None, name: str, kind: MediaKind, info: ServiceInfo
-) -> list[MediaSource]:
+    sources: Sequence[str] | None, name: str, kind: MediaKind, info: ServiceInfo
+) -> list[MediaPart]:
     return [_media(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources or ())]
 
 
-def _message(message: MessageBody, param: str, info: ServiceInfo) -> Message[MediaSource]:
+def _message(message: MessageBody, param: str, info: ServiceInfo) -> Message:
     role = _role(message)
     parts = _content(message.content, f"{param}.content", role, info)
     if isinstance(message, AssistantMessage):
@@ -106,7 +94,7 @@ def _role(message: MessageBody) -> Role:
 
 def _content(
     content: Content | None, param: str, role: Role, info: ServiceInfo
-) -> tuple[TextPart | MediaSource, ...]:
+) -> tuple[TextPart | MediaPart, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
@@ -133,7 +121,7 @@ def _spoken_answer(message: AssistantMessage, param: str) -> tuple[TextPart, ...
 
 def _part(
     part: TextContent | MediaContent, param: str, role: Role, info: ServiceInfo
-) -> TextPart | MediaSource:
+) -> TextPart | MediaPart:
     if isinstance(part, TextContent):
         return TextPart(text=part.text)
     if role != "user":
@@ -159,7 +147,7 @@ def _part_type(part: MediaContent) -> str:
 
 def _media(
     kind: MediaKind, source: str, param: str, info: ServiceInfo, *, is_base64: bool = False
-) -> MediaSource:
+) -> MediaPart:
     able = {"image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
     if not able[kind]:
         can = ", ".join(["text", *(name for name, yes in able.items() if yes)])
@@ -168,4 +156,4 @@ def _media(
             param=param,
             code="unsupported_modality",
         )
-    return MediaSource(kind=kind, source=source, param=param, is_base64=is_base64)
+    return MediaPart(kind=kind, data=source, where=param, is_base64=is_base64)

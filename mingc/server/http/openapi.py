@@ -1,124 +1,31 @@
-"""The OpenAPI document of the server, made from the request structs and from structs that describe the responses.
-
-The structs of responses are used only here; tests decode real responses with them, which keeps the document correct.
-"""
+"""The OpenAPI document of the server, made from the structs of its requests and responses."""
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from mingc import __version__
-from mingc.server.http.request_schemas import ChatBody, SpeechBody
+from mingc.server.error_objects import ErrorResponse
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.response_schemas import (
+    ChatCompletion,
+    HealthResponse,
+    ModelList,
+    ModelObject,
+    ReadyResponse,
+    VoiceList,
+)
 
 Json = dict[str, Any]
 
 
-class ErrorObject(Struct, forbid_unknown_fields=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Struct, forbid_unknown_fields=True):
-    """OpenAI's error."""
-
-    error: ErrorObject
-
-
-class ModelObject(Struct, forbid_unknown_fields=True):
-    """The served model; `routes` are those that it can answer."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    input_modalities: list[str]
-    output_modalities: list[str]
-    routes: list[str]
-    sample_rate: int
-
-
-class ModelList(Struct, forbid_unknown_fields=True):
-    object: Literal["list"]
-    data: list[ModelObject]
-
-
-class VoiceList(Struct, forbid_unknown_fields=True):
-    object: Literal["list"]
-    voices: list[str]
-    default: str | None
-
-
-class ReadyResponse(Struct, forbid_unknown_fields=True):
-    status: Literal["ready", "not_ready", "draining", "stopping"]
-
-
-class HealthResponse(Struct, forbid_unknown_fields=True):
-    status: Literal["ready", "not_ready", "draining", "stopping"]
-    model: str
-    num_requests_running: int
-    input_modalities: list[str]
-    output_modalities: list[str]
-    routes: list[str]
-    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
-    max_total_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    all_reduce: str | msgspec.UnsetType = msgspec.UNSET
-
-
-class AnswerAudio(Struct, forbid_unknown_fields=True):
-    """Speech of an answer; `data` is base64."""
-
-    id: str
-    data: str
-    expires_at: int
-    transcript: str
-
-
-class AnswerMessage(Struct, forbid_unknown_fields=True):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-    audio: AnswerAudio | msgspec.UnsetType = msgspec.UNSET
-
-
-class Choice(Struct, forbid_unknown_fields=True):
-    index: int
-    message: AnswerMessage
-    logprobs: None
-    finish_reason: Literal["stop", "length"]
-
-
-class PromptTokensDetails(Struct, forbid_unknown_fields=True):
-    cached_tokens: int
-
-
-class ChatUsage(Struct, forbid_unknown_fields=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    audio_patches: int
-    audio_seconds: float
-
-
-class ChatCompletion(Struct, forbid_unknown_fields=True):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: Annotated[list[Choice], Meta(min_length=1)]
-    usage: ChatUsage
-    timings_ms: dict[str, float]
-
-
 _STRUCTS = (
-    ChatBody,
-    SpeechBody,
+    CHAT_BODY,
+    SPEECH_BODY,
     ChatCompletion,
     ModelList,
     ModelObject,
@@ -154,8 +61,8 @@ def _paths() -> Json:
     speech: Json = {name: {} for name in ("audio/wav", "audio/pcm", "audio/flac", "text/event-stream")}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
-        "/v1/chat/completions": {"post": _generation("Answer a conversation.", ChatBody, chat)},
-        "/v1/audio/speech": {"post": _generation("Speak a text.", SpeechBody, speech)},
+        "/v1/chat/completions": {"post": _generation("Answer a conversation.", CHAT_BODY, chat)},
+        "/v1/audio/speech": {"post": _generation("Speak a text.", SPEECH_BODY, speech)},
         "/v1/models": {"get": _list("The served model under each of its names.", _json(ModelList))},
         "/v1/models/{model}": {
             "get": {**_list("The served model under one name.", _json(ModelObject)), "parameters": [model]}

@@ -13,90 +13,31 @@ from typing import Literal
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.runtime.request import Message, SamplingParams, ServiceInfo, SpeechParams, VideoParams
-from mingc.server.http.audio_format import AudioFormat
-from mingc.server.http.body_decoder import (
-    BodyDecoder,
-    decode_small,
-    missing,
-    out_of_range,
-    shorten,
-    too_long,
-    wrong_type,
+from mingc.prompts.conversation import Message, VideoParams
+from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
+from mingc.server.audio_format import AudioFormat
+from mingc.server.http.body import decode_body, decode_small
+from mingc.server.http.field_errors import invalid, missing, shorten, too_long, wrong_type
+from mingc.server.http.messages import parse_messages
+from mingc.server.http.request_schemas import (
+    CHAT_BODY,
+    CHAT_REFUSED,
+    SPEECH_BODY,
+    SPEECH_REFUSED,
+    ChatBody,
+    SpeechBody,
+    SpeechFields,
 )
-from mingc.server.http.messages import MediaSource, parse_messages
-from mingc.server.http.options import ServeOptions
-from mingc.server.http.request_schemas import ChatBody, SpeechBody, SpeechFields
+from mingc.server.options import ServeOptions
 
 Delivery = Literal["whole", "audio", "sse"]
-
-_CHAT_DECODER = BodyDecoder(
-    ChatBody,
-    text_fields=frozenset({"content", "text", "transcript"}),
-    media_fields=frozenset({"url", "data", "images", "audios", "videos"}),
-)
-_SPEECH_DECODER = BodyDecoder(SpeechBody, text_fields=frozenset({"input"}))
-
-# Fields that other APIs define: (why they are refused, values that request nothing).
-_CHAT_REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "n": ("one choice is generated per request", (1,)),
-    "tools": ("tool calls are not implemented", ([],)),
-    "tool_choice": ("tool calls are not implemented", ("none", "auto")),
-    "parallel_tool_calls": ("tool calls are not implemented", (False, True)),
-    "functions": ("tool calls are not implemented", ([],)),
-    "function_call": ("tool calls are not implemented", ("none", "auto")),
-    "logprobs": ("log probabilities are not returned", (False,)),
-    "top_logprobs": ("log probabilities are not returned", (0,)),
-    "logit_bias": ("logits are not biased", ({},)),
-    "response_format": ("the text is not constrained", ({"type": "text"},)),
-    "frequency_penalty": ("use 'repetition_penalty'", (0,)),
-    "presence_penalty": ("use 'repetition_penalty'", (0,)),
-    "prediction": ("predicted outputs are not used", ()),
-    "moderation": ("nothing is moderated here", ()),
-    "web_search_options": ("nothing is searched here", ()),
-    "reasoning_effort": ("use 'thinking': true or false", ("none",)),
-    "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
-    "image_generation": ("images are not generated", ()),
-    "stage_sampling": ("stages have no sampling of their own", ({},)),
-    "stage_params": ("stages have no parameters of their own", ({},)),
-    "best_of": ("one choice is generated per request", (1,)),
-    "use_beam_search": ("there is no beam search", (False,)),
-    "length_penalty": ("there is no beam search", (1,)),
-    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
-    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
-    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
-    "prompt_logprobs": ("log probabilities are not returned", (0,)),
-    "allowed_token_ids": ("logits are not biased", ()),
-    "bad_words": ("logits are not biased", ([],)),
-    "logits_processors": ("logits are not biased", ([],)),
-    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
-    "echo": ("an answer does not repeat the prompt", (False,)),
-    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
-    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
-    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
-    "chat_template": ("the artifact's own template is used", ()),
-    "documents": ("put the text into a message", ([],)),
-    "mm_processor_kwargs": ("use 'video_fps' and its neighbours", ({},)),
-    "structured_outputs": ("the text is not constrained", ({},)),
-    "guided_json": ("the text is not constrained", ()),
-    "guided_regex": ("the text is not constrained", ()),
-    "guided_choice": ("the text is not constrained", ()),
-    "guided_grammar": ("the text is not constrained", ()),
-    "return_token_ids": ("token ids are not returned", (False,)),
-    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
-    "priority": ("requests are served in their order", (0,)),
-}
-_SPEECH_REFUSED = (
-    "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
-    "initial_codec_chunk_frames", "extra_params", "word_timestamps",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedChat:
     """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
 
-    messages: tuple[Message[MediaSource], ...]
+    messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None
     audio_format: AudioFormat
@@ -128,7 +69,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
             param="model",
             code="unsupported_model",
         )
-    body = _CHAT_DECODER.decode(raw)
+    body = decode_body(raw, CHAT_BODY)
     _check_model(body.model, info)
     messages = parse_messages(body, info)
     audio_format, speech = _audio(body, info, options)
@@ -145,7 +86,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
         stream=body.stream or False,
         include_usage=_include_usage(body),
     )
-    for name, (why, neutral) in _CHAT_REFUSED.items():
+    for name, (why, neutral) in CHAT_REFUSED.items():
         _refuse(body, name, why, unless=neutral)
     return parsed
 
@@ -158,18 +99,16 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
     """
     if not info.has_speech:
         raise _no_speech(info, "model", "unsupported_model")
-    body = _SPEECH_DECODER.decode(raw)
+    body = decode_body(raw, SPEECH_BODY)
     _check_model(body.model, info)
     if body.input is None:
         raise missing("input")
     if len(body.input) > options.max_speech_characters:
         raise too_long("input", options.max_speech_characters)
     if not body.input.strip():
-        raise RequestError(
-            "'input' is empty: there is nothing to speak.", param="input", code="invalid_value"
-        )
-    for name in _SPEECH_REFUSED:
-        _refuse(body, name, "the talker has no such input")
+        raise invalid("input", "is empty: there is nothing to speak")
+    for name, (why, neutral) in SPEECH_REFUSED.items():
+        _refuse(body, name, why, unless=neutral)
     return ParsedSpeech(
         text=body.input,
         speech=_speech_params(body, info, options, ""),
@@ -223,11 +162,7 @@ def _audio(
 ) -> tuple[AudioFormat, SpeechParams | None]:
     """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
     if body.modalities == []:
-        raise RequestError(
-            "'modalities' is empty, but an answer has at least text: send ['text'].",
-            param="modalities",
-            code="invalid_value",
-        )
+        raise invalid("modalities", "is empty, but an answer has at least text: send ['text']")
     modalities = body.modalities or ["text"]
     if not info.has_speech and ("audio" in modalities or body.audio is not None):
         raise _no_speech(info, "modalities" if "audio" in modalities else "audio")
@@ -248,10 +183,8 @@ def _audio(
     audio = body.audio
     if "audio" not in modalities:
         if audio is not None:
-            raise RequestError(
-                "'audio' is given, but 'modalities' does not request audio: send ['text', 'audio'].",
-                param="audio",
-                code="invalid_value",
+            raise invalid(
+                "audio", "is given, but 'modalities' does not request audio: send ['text', 'audio']"
             )
         return "wav", None
     if audio is None:
@@ -298,7 +231,7 @@ def _integer(value: int | float | None, param: str) -> int | None:
     """An integer; 4.0 counts as 4, because JSON does not distinguish them."""
     if isinstance(value, float):
         if not value.is_integer():
-            raise wrong_type(param, "an integer", value)
+            raise wrong_type(param, "an integer", f"{value}")
         return int(value)
     return value
 
@@ -310,7 +243,7 @@ def _seed(value: int | float | None, param: str) -> int | None:
     if seed is None:
         return None
     if not low <= seed <= high:
-        raise out_of_range(param, f"between {low} and {high}", seed)
+        raise invalid(param, f"must be between {low} and {high}; it is {shorten(seed)}")
     return seed % (1 << 64)
 
 
@@ -324,11 +257,7 @@ def _sampling(body: ChatBody) -> SamplingParams:
     max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
     min_tokens = _integer(body.min_tokens, "min_tokens") or default.min_tokens
     if min_tokens > max_tokens:
-        raise RequestError(
-            f"'min_tokens' is {min_tokens}, more than 'max_tokens' ({max_tokens}).",
-            param="min_tokens",
-            code="invalid_value",
-        )
+        raise invalid("min_tokens", f"is {min_tokens}, more than 'max_tokens' ({max_tokens})")
     stop_token_ids = [
         _integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
     ]
@@ -352,19 +281,15 @@ def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) 
     first = _integer(getattr(fields, name), prefix + name)
     second = _integer(getattr(fields, other), prefix + other)
     if first is not None and second is not None and first != second:
-        raise RequestError(
-            f"'{name}' is {first} and '{other}' is {second}; they mean the same, send one.",
-            param=prefix + other,
-            code="invalid_value",
-        )
+        why = f"is {second} and '{prefix}{name}' is {first}; they mean the same, send one"
+        raise invalid(prefix + other, why)
     return first if first is not None else second
 
 
 def _stop(value: str | list[str] | None) -> tuple[str, ...]:
     stop = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     if "" in stop:
-        why = "'stop' holds an empty string, which would stop at once."
-        raise RequestError(why, param="stop", code="invalid_value")
+        raise invalid("stop", "holds an empty string, which would stop at once")
     return stop
 
 
@@ -378,11 +303,7 @@ def _thinking(body: ChatBody) -> bool:
     stated = [(name, value) for name, value in given.items() if value is not None]
     for name, value in stated[1:]:
         if value != stated[0][1]:
-            raise RequestError(
-                f"'{stated[0][0]}' and '{name}' contradict each other; they mean the same, send one.",
-                param=name,
-                code="invalid_value",
-            )
+            raise invalid(name, f"contradicts '{stated[0][0]}'; they mean the same, send one")
     return bool(stated and stated[0][1])
 
 
@@ -390,11 +311,7 @@ def _include_usage(body: ChatBody) -> bool:
     if body.stream_options is None:
         return False
     if not body.stream:
-        raise RequestError(
-            "'stream_options' is only allowed with 'stream': true.",
-            param="stream_options",
-            code="invalid_value",
-        )
+        raise invalid("stream_options", "is only allowed with 'stream': true")
     return body.stream_options.include_usage or False
 
 
@@ -411,9 +328,5 @@ def _video(body: ChatBody) -> VideoParams:
 def _delivery(body: SpeechBody) -> Delivery:
     """`stream_format` requests a stream (OpenAI's way), and so does `stream: true` (other servers' way)."""
     if body.stream is False and body.stream_format is not None:
-        raise RequestError(
-            f"'stream' is false, but 'stream_format' requests a stream ('{body.stream_format}').",
-            param="stream",
-            code="invalid_value",
-        )
+        raise invalid("stream", f"is false, but 'stream_format' requests a stream ('{body.stream_format}')")
     return body.stream_format or ("audio" if body.stream else "whole")

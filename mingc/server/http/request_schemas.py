@@ -1,14 +1,18 @@
-"""JSON bodies of `/v1/chat/completions` and `/v1/audio/speech` as typed structs: names, types and ranges of all fields.
+"""JSON bodies of `/v1/chat/completions` and `/v1/audio/speech`: names, types and ranges of all fields, declared once.
 
-Every field may be null, which counts as absent. A field of the type `Raw` is not decoded: it is either ignored or
-refused by `mingc.server.http.parsing`, which also makes the checks that need the artifact or another field.
+Decoding, range checks, error messages and the OpenAPI document come from these structs. Every field may be null, which
+counts as absent. A field of the type `Raw` is not decoded: it is ignored or refused. `mingc.server.http.parsing` makes
+the checks that need the artifact or another field.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeVar, cast
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import Meta, Raw, Struct, defstruct, field
+
+from mingc.server.http.body import MediaString
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -23,13 +27,19 @@ MIN_PENALTY = 0.01  # logits are divided by it
 _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
 # Integers are declared with a float beside them: JSON has one kind of number, so 4.0 counts as 4. Floats take integers.
-Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | Annotated[float, Meta(ge=1, le=MAX_TOKENS)]
-TopK = Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | Annotated[float, Meta(ge=-1, le=MAX_TOKENS)]
-Pixels = Annotated[int, Meta(ge=1, le=MAX_PIXELS)] | Annotated[float, Meta(ge=1, le=MAX_PIXELS)]
-MinCount = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | Annotated[float, Meta(ge=0, le=MAX_TOKENS)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)] | Annotated[float, Meta(ge=0, le=MAX_TOKEN_ID)]
+_COUNT = Meta(ge=1, le=MAX_TOKENS)
+_MIN_COUNT = Meta(ge=0, le=MAX_TOKENS)
+_TOP_K = Meta(ge=-1, le=MAX_TOKENS)
+_PIXELS = Meta(ge=1, le=MAX_PIXELS)
+_TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
+Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
+MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
+TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
+Pixels = Annotated[int, _PIXELS] | Annotated[float, _PIXELS]
+TokenId = Annotated[int, _TOKEN_ID] | Annotated[float, _TOKEN_ID]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
-MediaList = Annotated[list[str], Meta(max_length=MAX_PARTS)]
+Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
+MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 _FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
 
 
@@ -40,7 +50,7 @@ class TextContent(Struct, tag_field="type", tag="text", forbid_unknown_fields=Tr
 class MediaUrl(Struct, forbid_unknown_fields=True):
     """An http(s) or data URL, or a local path. `detail` is accepted: the artifact's own rule sizes pictures."""
 
-    url: str
+    url: Media
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
@@ -59,7 +69,7 @@ class VideoContent(Struct, tag_field="type", tag="video_url", forbid_unknown_fie
 class AudioData(Struct, forbid_unknown_fields=True):
     """Base64 audio. The decoder detects the format from the bytes; `format` only catches mistakes early."""
 
-    data: str
+    data: Media
     format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"] | None = None
 
 
@@ -71,23 +81,25 @@ MediaContent = ImageContent | AudioContent | AudioUrlContent | VideoContent
 Content = str | Annotated[list[TextContent | MediaContent], Meta(max_length=MAX_PARTS)]
 
 
-class SystemMessage(Struct, tag_field="role", tag="system", forbid_unknown_fields=True):
+class _GivenMessage(Struct, tag_field="role", forbid_unknown_fields=True):
     content: Content | None = None
     name: Raw = _ABSENT
 
 
-class DeveloperMessage(Struct, tag_field="role", tag="developer", forbid_unknown_fields=True):
-    content: Content | None = None
-    name: Raw = _ABSENT
+class SystemMessage(_GivenMessage, tag="system"):
+    pass
 
 
-class UserMessage(Struct, tag_field="role", tag="user", forbid_unknown_fields=True):
-    content: Content | None = None
-    name: Raw = _ABSENT
+class DeveloperMessage(_GivenMessage, tag="developer"):
+    pass
+
+
+class UserMessage(_GivenMessage, tag="user"):
+    pass
 
 
 class EarlierAudio(Struct):
-    """Audio of an earlier answer, of which only the transcript is read."""
+    """Audio of an earlier answer. Only the transcript is read."""
 
     transcript: str | None = None
 
@@ -145,7 +157,7 @@ class TemplateSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/chat/completions`."""
+    """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
 
     model: str | None = None
     messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
@@ -177,90 +189,97 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     video_min_pixels: Pixels | None = None
     video_max_pixels: Pixels | None = None
     video_total_pixels: Pixels | None = None
-    # fields of other APIs, refused unless their value requests nothing (`parsing`)
-    n: Raw = _ABSENT
-    tools: Raw = _ABSENT
-    tool_choice: Raw = _ABSENT
-    parallel_tool_calls: Raw = _ABSENT
-    functions: Raw = _ABSENT
-    function_call: Raw = _ABSENT
-    logprobs: Raw = _ABSENT
-    top_logprobs: Raw = _ABSENT
-    logit_bias: Raw = _ABSENT
-    response_format: Raw = _ABSENT
-    frequency_penalty: Raw = _ABSENT
-    presence_penalty: Raw = _ABSENT
-    prediction: Raw = _ABSENT
-    moderation: Raw = _ABSENT
-    web_search_options: Raw = _ABSENT
-    reasoning_effort: Raw = _ABSENT
-    verbosity: Raw = _ABSENT
-    image_generation: Raw = _ABSENT
-    stage_sampling: Raw = _ABSENT
-    stage_params: Raw = _ABSENT
-    best_of: Raw = _ABSENT
-    use_beam_search: Raw = _ABSENT
-    length_penalty: Raw = _ABSENT
-    skip_special_tokens: Raw = _ABSENT
-    spaces_between_special_tokens: Raw = _ABSENT
-    include_stop_str_in_output: Raw = _ABSENT
-    prompt_logprobs: Raw = _ABSENT
-    allowed_token_ids: Raw = _ABSENT
-    bad_words: Raw = _ABSENT
-    logits_processors: Raw = _ABSENT
-    truncate_prompt_tokens: Raw = _ABSENT
-    echo: Raw = _ABSENT
-    add_generation_prompt: Raw = _ABSENT
-    continue_final_message: Raw = _ABSENT
-    add_special_tokens: Raw = _ABSENT
-    chat_template: Raw = _ABSENT
-    documents: Raw = _ABSENT
-    mm_processor_kwargs: Raw = _ABSENT
-    structured_outputs: Raw = _ABSENT
-    guided_json: Raw = _ABSENT
-    guided_regex: Raw = _ABSENT
-    guided_choice: Raw = _ABSENT
-    guided_grammar: Raw = _ABSENT
-    return_token_ids: Raw = _ABSENT
-    return_tokens_as_token_ids: Raw = _ABSENT
-    priority: Raw = _ABSENT
-    # ignored
-    user: Raw = _ABSENT
-    metadata: Raw = _ABSENT
-    store: Raw = _ABSENT
-    service_tier: Raw = _ABSENT
-    safety_identifier: Raw = _ABSENT
-    request_id: Raw = _ABSENT
-    prompt_cache_key: Raw = _ABSENT
-    prompt_cache_options: Raw = _ABSENT
-    prompt_cache_retention: Raw = _ABSENT
 
 
 class SpeechBody(SpeechFields, kw_only=True):
-    """Body of `POST /v1/audio/speech`."""
+    """Fields of `POST /v1/audio/speech` that change the answer; `SPEECH_BODY` has all."""
 
     model: str | None = None
     input: str | None = None
     response_format: Annotated[Literal["wav", "pcm", "flac"], _FORMAT_HINT] | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
-    # fields of other APIs, refused unless their value requests nothing (`parsing`)
-    task_type: Raw = _ABSENT
-    language: Raw = _ABSENT
-    ref_audio: Raw = _ABSENT
-    ref_text: Raw = _ABSENT
-    x_vector_only_mode: Raw = _ABSENT
-    speaker_embedding: Raw = _ABSENT
-    initial_codec_chunk_frames: Raw = _ABSENT
-    extra_params: Raw = _ABSENT
-    word_timestamps: Raw = _ABSENT
-    # ignored
-    user: Raw = _ABSENT
-    metadata: Raw = _ABSENT
-    store: Raw = _ABSENT
-    service_tier: Raw = _ABSENT
-    safety_identifier: Raw = _ABSENT
-    request_id: Raw = _ABSENT
-    prompt_cache_key: Raw = _ABSENT
-    prompt_cache_options: Raw = _ABSENT
-    prompt_cache_retention: Raw = _ABSENT
+
+
+Refused = Mapping[str, tuple[str, tuple[object, ...]]]
+
+# Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
+CHAT_REFUSED: Refused = {
+    "n": ("one choice is generated per request", (1,)),
+    "tools": ("tool calls are not implemented", ([],)),
+    "tool_choice": ("tool calls are not implemented", ("none", "auto")),
+    "parallel_tool_calls": ("tool calls are not implemented", (False, True)),
+    "functions": ("tool calls are not implemented", ([],)),
+    "function_call": ("tool calls are not implemented", ("none", "auto")),
+    "logprobs": ("log probabilities are not returned", (False,)),
+    "top_logprobs": ("log probabilities are not returned", (0,)),
+    "logit_bias": ("logits are not biased", ({},)),
+    "response_format": ("the text is not constrained", ({"type": "text"},)),
+    "frequency_penalty": ("use 'repetition_penalty'", (0,)),
+    "presence_penalty": ("use 'repetition_penalty'", (0,)),
+    "prediction": ("predicted outputs are not used", ()),
+    "moderation": ("nothing is moderated here", ()),
+    "web_search_options": ("nothing is searched here", ()),
+    "reasoning_effort": ("use 'thinking': true or false", ("none",)),
+    "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
+    "image_generation": ("images are not generated", ()),
+    "stage_sampling": ("sampling is set for the whole request", ({},)),
+    "stage_params": ("parameters are set for the whole request", ({},)),
+    "best_of": ("one choice is generated per request", (1,)),
+    "use_beam_search": ("there is no beam search", (False,)),
+    "length_penalty": ("there is no beam search", (1,)),
+    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
+    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
+    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
+    "prompt_logprobs": ("log probabilities are not returned", (0,)),
+    "allowed_token_ids": ("logits are not biased", ()),
+    "bad_words": ("logits are not biased", ([],)),
+    "logits_processors": ("logits are not biased", ([],)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
+    "echo": ("an answer does not repeat the prompt", (False,)),
+    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
+    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
+    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
+    "chat_template": ("the artifact's own template is used", ()),
+    "documents": ("put the text into a message", ([],)),
+    "mm_processor_kwargs": ("use 'video_fps' and its neighbours", ({},)),
+    "structured_outputs": ("the text is not constrained", ({},)),
+    "guided_json": ("the text is not constrained", ()),
+    "guided_regex": ("the text is not constrained", ()),
+    "guided_choice": ("the text is not constrained", ()),
+    "guided_grammar": ("the text is not constrained", ()),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
+    "priority": ("requests are served in their order", (0,)),
+}
+_NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
+SPEECH_REFUSED: Refused = dict.fromkeys(
+    (
+        "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
+        "initial_codec_chunk_frames", "extra_params", "word_timestamps",
+    ),
+    _NO_INPUT,
+)  # fmt: skip
+# Fields that change no answer.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention",
+)  # fmt: skip
+
+_Body = TypeVar("_Body", bound=Struct)
+
+
+def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
+    """A struct of the same name that also has the refused and the ignored fields, undecoded."""
+    others = {name: f"Only with a value that requests nothing: {why}." for name, (why, _) in refused.items()}
+    others |= dict.fromkeys(IGNORED, "Ignored.")
+    fields = [
+        (name, Annotated[Raw, Meta(description=text)], field(default_factory=Raw))
+        for name, text in others.items()
+    ]
+    name, doc = body.__name__, {"__doc__": body.__doc__}
+    return cast(type[_Body], defstruct(name, fields, bases=(body,), namespace=doc, kw_only=True))
+
+
+CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
+SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)

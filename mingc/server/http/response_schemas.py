@@ -1,118 +1,230 @@
-"""JSON objects of responses: completions, chunks, events, lists, errors. Shapes only, no decisions."""
+"""JSON objects of responses, declared once: what the server sends, and what the OpenAPI document says about it."""
 
 from __future__ import annotations
 
 import base64
-import json
 import time
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Annotated
 
-from mingc.errors import MingcError, RequestError, ServeError
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
 from mingc.runtime.request import Done, FinishReason, ServiceInfo, Usage
-from mingc.server.http.printable import printable
+from mingc.server.state import ServerState, Status
 
-Json = dict[str, object]
 _AUDIO_KEPT_S = 0  # audio is not stored: `expires_at` is the time of creation
 
 
-class ErrorBody(TypedDict):
-    """OpenAI's error object."""
+class Abilities(Struct, kw_only=True):
+    """Kinds of input and output of the artifact, and the routes that run it."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-def encode_json(value: Json) -> bytes:
-    """Compact UTF-8 JSON."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # An error may contain half of a surrogate pair from a client's key: escape it, as JSON does.
-    return text.encode(errors="backslashreplace")
+    input_modalities: list[str]
+    output_modalities: list[str]
+    routes: list[str]
 
 
-def sse(value: Json) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode_json(value) + b"\n\n"
+class ModelObject(Abilities, tag_field="object", tag="model", forbid_unknown_fields=True, kw_only=True):
+    """The served model under one of its names; `routes`: the routes that it can answer."""
+
+    id: str
+    created: int
+    owned_by: str
+    sample_rate: int
+
+
+class ModelList(Struct, tag_field="object", tag="list", forbid_unknown_fields=True):
+    data: list[ModelObject]
+
+
+class VoiceList(Struct, tag_field="object", tag="list", forbid_unknown_fields=True):
+    voices: list[str]
+    default: str | None
+
+
+class ReadyResponse(Struct, forbid_unknown_fields=True):
+    status: Status
+
+
+class HealthResponse(Abilities, forbid_unknown_fields=True, kw_only=True):
+    status: Status
+    model: str
+    num_requests_running: int
+    max_model_len: int | UnsetType = UNSET
+    max_total_tokens: int | UnsetType = UNSET
+    all_reduce: str | UnsetType = UNSET
+
+
+class PromptTokensDetails(Struct, forbid_unknown_fields=True):
+    cached_tokens: int
+
+
+class ChatUsage(Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's usage of a chat (text tokens), with audio patches and seconds added."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    audio_patches: int
+    audio_seconds: float
+
+
+class AnswerAudio(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Speech of an answer; `data` is base64."""
+
+    id: str
+    data: str
+    expires_at: int
+    transcript: str
+
+
+class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True):
+    content: str
+    refusal: None
+    audio: AnswerAudio | UnsetType = UNSET
+
+
+class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
+    index: int
+    message: AnswerMessage
+    logprobs: None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(
+    Struct, tag_field="object", tag="chat.completion", forbid_unknown_fields=True, kw_only=True
+):
+    id: str
+    created: int
+    model: str
+    choices: Annotated[list[Choice], Meta(min_length=1)]
+    usage: ChatUsage
+    timings_ms: dict[str, float]
+
+
+class DeltaAudio(Struct, kw_only=True):
+    """Part of an answer's speech. Clients join the fields of all chunks, so the id is in the first one only."""
+
+    id: str | UnsetType = UNSET
+    data: str | UnsetType = UNSET
+    expires_at: int | UnsetType = UNSET
+    transcript: str | UnsetType = UNSET
+
+
+class Delta(Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+    audio: DeltaAudio | UnsetType = UNSET
+
+
+class ChunkChoice(Struct, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Struct, tag_field="object", tag="chat.completion.chunk", kw_only=True):
+    """One event of a streamed chat."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+    timings_ms: dict[str, float] | UnsetType = UNSET
+
+
+class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
+    """`audio`: base64 of a part of the clip."""
+
+    audio: str
+
+
+class SpeechUsage(Struct, kw_only=True):
+    """OpenAI's usage of a speech request; output tokens are audio patches."""
+
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    audio_seconds: float
+
+
+class SpeechDone(Struct, tag_field="type", tag="speech.audio.done"):
+    usage: SpeechUsage
 
 
 SSE_DONE = b"data: [DONE]\n\n"
 
 
-def error_body(error: BaseException) -> dict[str, ErrorBody]:
-    """OpenAI's error object. mingc's errors show their message, request errors also their fix.
-
-    Other errors show no details.
-    """
-    if not isinstance(error, MingcError):
-        return _error("Internal server error; see the server log.", "server_error", None, "internal_error")
-    if not isinstance(error, ServeError):
-        return _error(error.message, "server_error", None, None)
-    message, param = error.message, error.param
-    if isinstance(error, RequestError):
-        message = error.message if error.fix is None else f"{error.message}: {error.fix}"
-        param = param or error.where  # preprocessing sets `where` to the path of the field
-    return _error(message, error.error_type, param, error.code)
+def sse(value: Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _error(message: str, error_type: str, param: str | None, code: str | None) -> dict[str, ErrorBody]:
-    shown = param if param is None else printable(param)
-    return {"error": {"message": printable(message), "type": error_type, "param": shown, "code": code}}
-
-
-def models_list(info: ServiceInfo, created: int) -> Json:
-    return {"object": "list", "data": [model_object(info, created, name) for name in info.names]}
-
-
-def model_object(info: ServiceInfo, created: int, name: str) -> Json:
+def model_object(info: ServiceInfo, created: int, name: str) -> ModelObject:
     """The served model under one of its names."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "mingc",
-        **modalities(info),
-        "sample_rate": info.sample_rate,
-    }
+    return ModelObject(
+        id=name,
+        created=created,
+        owned_by="mingc",
+        input_modalities=_inputs(info),
+        output_modalities=_outputs(info),
+        routes=_routes(info),
+        sample_rate=info.sample_rate,
+    )
 
 
-def modalities(info: ServiceInfo) -> Json:
-    """Capabilities of the artifact: kinds of input and output, and the routes that run it."""
-    inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
-    outputs = {"text": info.has_text, "audio": info.has_speech}
-    routes = {"/v1/chat/completions": info.has_text, "/v1/audio/speech": info.has_speech}
-    return {
-        "input_modalities": [name for name, able in inputs.items() if able],
-        "output_modalities": [name for name, able in outputs.items() if able],
-        "routes": [name for name, able in routes.items() if able],
-    }
+def health_response(state: ServerState) -> HealthResponse:
+    info = state.service.info
+    return HealthResponse(
+        status=state.status,
+        model=info.model,
+        num_requests_running=state.num_running,
+        input_modalities=_inputs(info),
+        output_modalities=_outputs(info),
+        routes=_routes(info),
+        max_model_len=UNSET if info.max_model_len is None else info.max_model_len,
+        max_total_tokens=UNSET if info.max_total_tokens is None else info.max_total_tokens,
+        all_reduce=UNSET if info.all_reduce is None else info.all_reduce,
+    )
 
 
-def voices_list(info: ServiceInfo) -> Json:
-    return {"object": "list", "voices": list(info.voices), "default": info.default_voice}
+def _inputs(info: ServiceInfo) -> list[str]:
+    able = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
+    return [name for name, is_able in able.items() if is_able]
 
 
-def chat_usage(usage: Usage) -> Json:
-    """OpenAI's usage of a chat request (text tokens), with audio patches and seconds in fields of their own."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "audio_patches": usage.audio_patches,
-        "audio_seconds": usage.audio_seconds,
-    }
+def _outputs(info: ServiceInfo) -> list[str]:
+    return ["text"] * info.has_text + ["audio"] * info.has_speech
 
 
-def speech_usage(usage: Usage) -> Json:
-    """OpenAI's usage of a speech request; output tokens are audio patches."""
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "output_tokens": usage.audio_patches,
-        "total_tokens": usage.prompt_tokens + usage.audio_patches,
-        "audio_seconds": usage.audio_seconds,
-    }
+def _routes(info: ServiceInfo) -> list[str]:
+    return ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech
+
+
+def chat_usage(usage: Usage) -> ChatUsage:
+    return ChatUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        audio_patches=usage.audio_patches,
+        audio_seconds=usage.audio_seconds,
+    )
+
+
+def speech_done(usage: Usage) -> SpeechDone:
+    return SpeechDone(
+        SpeechUsage(
+            input_tokens=usage.prompt_tokens,
+            output_tokens=usage.audio_patches,
+            total_tokens=usage.prompt_tokens + usage.audio_patches,
+            audio_seconds=usage.audio_seconds,
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,63 +236,59 @@ class ChatResponseBuilder:
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, *, text: str, audio: bytes | None, done: Done) -> Json:
+    def completion(self, *, text: str, audio: bytes | None, done: Done) -> ChatCompletion:
         """The complete answer. `audio` is an encoded clip."""
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        message = AnswerMessage(content=text, refusal=None)
         if audio is not None:
-            message["audio"] = self._audio(data=base64.b64encode(audio).decode(), transcript=text)
-        choice: Json = {"index": 0, "message": message, "logprobs": None, "finish_reason": done.finish_reason}
-        return {
-            **self._head("chat.completion"),
-            "choices": [choice],
-            "usage": chat_usage(done.usage),
-            "timings_ms": done.timings_ms,
-        }
+            data = base64.b64encode(audio).decode()
+            message.audio = AnswerAudio(
+                id=self._audio_id, data=data, expires_at=_expires_at(), transcript=text
+            )
+        return ChatCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[Choice(index=0, message=message, logprobs=None, finish_reason=done.finish_reason)],
+            usage=chat_usage(done.usage),
+            timings_ms=done.timings_ms,
+        )
 
-    def role_chunk(self) -> Json:
-        return self._chunk({"role": "assistant", "content": "", "refusal": None})
+    def chunk(
+        self,
+        delta: Delta,
+        finish_reason: FinishReason | None = None,
+        timings_ms: dict[str, float] | None = None,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)],
+            usage=None if self.include_usage else UNSET,
+            timings_ms=UNSET if timings_ms is None else timings_ms,
+        )
 
-    def text_chunk(self, text: str) -> Json:
-        return self._chunk({"content": text})
+    def role_chunk(self) -> ChatChunk:
+        return self.chunk(Delta(role="assistant", content="", refusal=None))
 
-    def audio_chunk(self, data: str, *, is_first: bool) -> Json:
-        """Base64 of a part of the clip. Clients join the fields of all chunks, so the id is in the first one only."""
-        return self._chunk({"audio": {"id": self._audio_id(), "data": data} if is_first else {"data": data}})
+    def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
+        """Base64 of a part of the clip."""
+        return self.chunk(Delta(audio=DeltaAudio(id=self._audio_id if is_first else UNSET, data=data)))
 
-    def audio_end_chunk(self, transcript: str, *, is_first: bool) -> Json:
+    def audio_end_chunk(self, transcript: str, *, is_first: bool) -> ChatChunk:
         """End of the audio: no data, the complete transcript. `is_first`: the clip is empty."""
-        fields: Json = {"expires_at": _expires_at(), "transcript": transcript}
-        return self._chunk({"audio": {"id": self._audio_id(), "data": "", **fields} if is_first else fields})
+        audio = DeltaAudio(expires_at=_expires_at(), transcript=transcript)
+        if is_first:
+            audio.id, audio.data = self._audio_id, ""
+        return self.chunk(Delta(audio=audio))
 
-    def finish_chunk(self, done: Done) -> Json:
-        return {**self._chunk({}, done.finish_reason), "timings_ms": done.timings_ms}
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return msgspec.structs.replace(self.chunk(Delta()), choices=[], usage=chat_usage(usage))
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": chat_usage(usage)}
-
-    def _chunk(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
-        choice: Json = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        chunk: Json = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return {**chunk, "usage": None} if self.include_usage else chunk
-
-    def _head(self, name: str) -> Json:
-        return {"id": self.request_id, "object": name, "created": self.created, "model": self.model}
-
-    def _audio(self, *, data: str, transcript: str) -> Json:
-        return {"id": self._audio_id(), "data": data, "expires_at": _expires_at(), "transcript": transcript}
-
+    @property
     def _audio_id(self) -> str:
         return "audio-" + self.request_id.removeprefix("chatcmpl-")
 
 
 def _expires_at() -> int:
     return int(time.time()) + _AUDIO_KEPT_S
-
-
-def speech_delta(data: str) -> Json:
-    """`data`: base64 of a part of the clip."""
-    return {"type": "speech.audio.delta", "audio": data}
-
-
-def speech_done(usage: Usage) -> Json:
-    return {"type": "speech.audio.done", "usage": speech_usage(usage)}

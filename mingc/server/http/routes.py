@@ -8,46 +8,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
-from mingc.host import large_arrays
-from mingc.runtime.request import (
-    ChatRequest,
-    Done,
-    Event,
-    MediaPart,
-    Service,
-    ServiceInfo,
-    SpeechRequest,
-    TextPart,
-)
-from mingc.server.http.audio_format import AudioSpec
-from mingc.server.http.body_budget import FREE_BYTES, BodyBudget, Charge
-from mingc.server.http.body_decoder import shorten
-from mingc.server.http.logs import REQUEST_ID
+from mingc.errors import CapacityError, MingcError
+from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
+from mingc.server.audio_format import AudioSpec
+from mingc.server.error_objects import error_response, public_error
+from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.media import MediaLoader
-from mingc.server.http.metrics import LatencyTimer, Metrics, route_of
-from mingc.server.http.options import ServeOptions
 from mingc.server.http.parsing import parse_chat, parse_speech
-from mingc.server.http.response_schemas import ChatResponseBuilder, error_body, sse
+from mingc.server.http.response_schemas import ChatResponseBuilder, sse
 from mingc.server.http.streaming import (
+    JSON,
+    SSE,
     ResponseWriter,
-    write_chat,
-    write_chat_stream,
-    write_speech,
-    write_speech_events,
-    write_speech_stream,
+    chat_chunks,
+    chat_completion,
+    speech_clip,
+    speech_events,
+    speech_parts,
 )
+from mingc.server.metrics import route_of
+from mingc.server.options import ServeOptions
+from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
 
@@ -57,60 +47,37 @@ Parsed = TypeVar("Parsed")
 
 
 @dataclass(kw_only=True, slots=True)
-class ServerState:
-    """State shared by the routes of one app.
+class HttpState:
+    """What the routes of one app share, besides the state of the server."""
 
-    `is_draining` is set by SIGTERM: requests are served, but `/ready` answers 503. `is_stopping` is set when shutdown
-    begins.
-    """
-
-    service: Service
-    options: ServeOptions
+    server: ServerState
     media: MediaLoader
-    metrics: Metrics
-    num_running: int = field(default=0, init=False)
-    is_draining: bool = field(default=False, init=False)
-    is_stopping: bool = field(default=False, init=False)
-    bodies: BodyBudget = field(init=False)
+    bodies: BodyBudget
     # One thread: large bodies are decoded while holding Python's lock, which the event loop gets after each.
-    _parser: ThreadPoolExecutor = field(init=False)
+    _parser: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mingc-parse"), init=False
+    )
 
-    def __post_init__(self) -> None:
-        self.bodies = BodyBudget(self.options.max_total_body_bytes, self.metrics)
-        self._parser = ThreadPoolExecutor(1, thread_name_prefix="mingc-parse")
+    @classmethod
+    def of(cls, server: ServerState) -> HttpState:
+        options = server.options
+        return cls(
+            server=server,
+            media=MediaLoader(options),
+            bodies=BodyBudget(options.max_total_body_bytes, server.metrics),
+        )
 
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
     ) -> Parsed:
         """Parse a body: a large one outside of the event loop."""
-        info, options = self.service.info, self.options
+        info, options = self.server.service.info, self.server.options
         if len(raw) <= _PARSED_INLINE:
             return parse(raw, info, options)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, raw, info, options)
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Hold one of `max_concurrent_requests` places. Taken before the body is read, so unread bodies use no memory.
 
-        Raises:
-            CapacityError: if the server is stopping or no place is free.
-        """
-        if self.is_stopping:
-            raise CapacityError("The server is stopping.", code="stopping")
-        if self.num_running >= self.options.max_concurrent_requests:
-            raise CapacityError(
-                f"{self.num_running} requests are being served; try again later.", code="overloaded"
-            )
-        self.num_running += 1
-        self.metrics.requests_running.inc()
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self.metrics.requests_running.dec()
-
-
-Handler = Callable[[ServerState, "RequestBody", ResponseWriter], Awaitable[None]]
+Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,33 +95,31 @@ class RequestBody:
 class GenerationRoute:
     """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response."""
 
-    def __init__(self, state: ServerState, handler: Handler) -> None:
+    def __init__(self, state: HttpState, handler: Handler) -> None:
         self._state = state
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = self._state
+        state, server, route = self._state, self._state.server, route_of(scope)
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
         with ExitStack() as place:
-            place.enter_context(state.metrics.request_duration.labels(route_of(scope)).time())
-            place.enter_context(state.admit())
+            place.enter_context(server.metrics.request_duration.labels(route).time())
+            place.enter_context(server.admit())
             body = RequestBody(charge=place.enter_context(state.bodies.charge()))
             try:
-                body.raw = await read_body(Request(scope, receive), state.options, state.bodies, body.charge)
+                body.raw = await read_body(Request(scope, receive), server.options, state.bodies, body.charge)
             except ClientDisconnect:
-                state.metrics.requests_cancelled.labels(route_of(scope)).inc()
+                server.metrics.requests_cancelled.labels(route).inc()
                 return
             response = ResponseWriter(send, before_end=place.close)
             try:
-                if not await run_while_connected(
-                    self._run(body, response, route_of(scope)), receive, response
-                ):
-                    state.metrics.requests_cancelled.labels(route_of(scope)).inc()
+                if not await run_while_connected(self._run(body, response, route), receive, response):
+                    server.metrics.requests_cancelled.labels(route).inc()
             except asyncio.CancelledError:
-                if not state.is_stopping:
+                if not server.is_stopping:
                     raise
-                log.warning("%s: aborted by shutdown", route_of(scope))
+                log.warning("%s: aborted by shutdown", route)
 
     async def _run(self, body: RequestBody, response: ResponseWriter, route: str) -> None:
         try:
@@ -168,84 +133,9 @@ class GenerationRoute:
                 raise public_error(error) from error
             # the status was sent: an event stream can still report the error, raw audio can only break off
             log.warning("%s: stream ended by %s", route, type(error).__name__)
-            self._state.metrics.stream_errors.labels(route).inc()
+            self._state.server.metrics.stream_errors.labels(route).inc()
             if response.is_sse:
-                await response.write(sse({**error_body(public_error(error))}))
-                await response.end()
-
-
-def public_error(error: Exception) -> MingcError:
-    """The error as shown to a client: mingc's own unchanged, any other without details."""
-    if isinstance(error, MingcError):
-        return error
-    return WorkerError(
-        f"Internal server error; the server log has it as request {REQUEST_ID.get()}.", code="internal_error"
-    )
-
-
-async def read_body(
-    request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
-) -> memoryview:
-    """The whole body of a JSON request, charged once its first 64 KiB have arrived.
-
-    Raises:
-        RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
-        CapacityError: if the bodies of all requests together would be too large.
-        ClientDisconnect: if the client left before the end.
-    """
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise RequestError(
-            f"Content-Type {shorten(media_type)} is not supported: send 'application/json'.",
-            status=415,
-            code="unsupported_media_type",
-        )
-    header = request.headers.get("content-length", "")
-    declared = int(header) if header.isdecimal() else 0
-    _check_size(declared, options)
-    budget.check(declared)
-    # What is declared is not reserved before it is charged.
-    body = large_arrays.empty(min(declared or FREE_BYTES, FREE_BYTES), np.uint8)
-    size = 0
-    chunks = aiter(request.stream())
-    try:
-        async with asyncio.timeout(options.body_timeout_s) as whole, asyncio.timeout(None) as idle:
-            while True:
-                idle.reschedule(asyncio.get_running_loop().time() + options.body_idle_timeout_s)
-                chunk = await anext(chunks, None)
-                if chunk is None:
-                    return body.data[:size]
-                start, size = size, size + len(chunk)
-                _check_size(size, options)
-                if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
-                    charge.set(max(size, declared))
-                if size > len(body):
-                    capacity = max(declared, 2 * size)
-                    if start <= FREE_BYTES:  # copied faster than it is handed to a thread
-                        body = _grown(body, start, capacity)
-                    else:
-                        body = await asyncio.to_thread(_grown, body, start, capacity)
-                body.data[start:size] = chunk
-    except TimeoutError as error:
-        late = f"The request body did not arrive within {options.body_timeout_s:g} s."
-        stalled = f"Nothing of the request body arrived for {options.body_idle_timeout_s:g} s."
-        raise RequestError(late if whole.expired() else stalled, status=408, code="body_timeout") from error
-
-
-def _grown(body: NDArray[np.uint8], size: int, capacity: int) -> NDArray[np.uint8]:
-    """The first `size` bytes in new memory of `capacity` bytes. Copied by NumPy, which gives Python's lock back."""
-    grown = large_arrays.empty(capacity, np.uint8)
-    np.copyto(grown[:size], body[:size])
-    return grown
-
-
-def _check_size(num_bytes: int, options: ServeOptions) -> None:
-    if num_bytes > options.max_body_bytes:
-        raise RequestError(
-            f"The request body is larger than {options.max_body_bytes} bytes.",
-            status=413,
-            code="body_too_large",
-        )
+                await response.end_with_event(sse(error_response(error)))
 
 
 async def run_while_connected(
@@ -274,40 +164,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         message = await receive()
 
 
-@asynccontextmanager
-async def measured(
-    events: AsyncIterator[Event], latency_timer: LatencyTimer, metrics: Metrics
-) -> AsyncIterator[AsyncIterator[Event]]:
-    """Record metrics of a request's events; on exit close the service's iterator, which cancels the request."""
-
-    async def measure() -> AsyncIterator[Event]:
-        async for event in events:
-            latency_timer.see(event)
-            if isinstance(event, Done):
-                metrics.count_usage(event.usage)
-                metrics.observe_stages(event.timings_ms)
-            yield event
-
-    try:
-        yield measure()
-    finally:
-        close = getattr(events, "aclose", None)  # AsyncIterator does not promise it; generators have it
-        if close is not None:
-            await close()
-
-
-def _size(part: TextPart | MediaPart) -> int:
-    return len(part.text if isinstance(part, TextPart) else part.data)
-
-
-async def handle_chat(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/chat/completions`."""
-    latency_timer = state.metrics.latency_timer()
-    info = state.service.info
+    server = state.server
+    timer = server.metrics.timer()
+    info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
-    body.charge.set(sum(_size(part) for message in messages for part in message.parts))
+    body.charge.set(sum(message.size for message in messages))
     audio = (
         None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
     )
@@ -323,15 +188,18 @@ async def handle_chat(state: ServerState, body: RequestBody, response: ResponseW
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
     )
-    async with measured(state.service.chat(request), latency_timer, state.metrics) as events:
-        write = write_chat_stream if parsed.stream else write_chat
-        await write(events, builder, audio, response)
+    async with timer.measure(server.service.chat(request)) as events:
+        if parsed.stream:
+            await response.send_stream(SSE, chat_chunks(events, builder, audio))
+        else:
+            await response.send_whole(JSON, await chat_completion(events, builder, audio))
 
 
-async def handle_speech(state: ServerState, body: RequestBody, response: ResponseWriter) -> None:
+async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/audio/speech`."""
-    latency_timer = state.metrics.latency_timer()
-    info = state.service.info
+    server = state.server
+    timer = server.metrics.timer()
+    info = server.service.info
     parsed = await state.parse(parse_speech, body.take())
     body.charge.set(0)
     audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
@@ -341,9 +209,11 @@ async def handle_speech(state: ServerState, body: RequestBody, response: Respons
         speech=parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
     )
-    response.content_type = audio.content_type
-    async with measured(state.service.speech(request), latency_timer, state.metrics) as events:
-        write = {"whole": write_speech, "audio": write_speech_stream, "sse": write_speech_events}[
-            parsed.delivery
-        ]
-        await write(events, audio, response)
+    async with timer.measure(server.service.speech(request)) as events:
+        match parsed.delivery:
+            case "whole":
+                await response.send_whole(audio.content_type, await speech_clip(events, audio))
+            case "audio":
+                await response.send_stream(audio.content_type, speech_parts(events, audio))
+            case "sse":
+                await response.send_stream(SSE, speech_events(events, audio))

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from mingc.media.image import VisionFeatures
-from mingc.media.video import VideoFeatures
-from mingc.prompts.chat import MediaEntry
-from mingc.runtime.request import MediaPart, Message, SpeechParams, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.features import VideoFeatures, VisionFeatures
+from mingc.runtime.request import SpeechParams
 from mingc.verify.served.cases import RecordedPart, RecordedSpeech, ServedCase
 
 
-def decoded_messages(
-    case: ServedCase, tensors: Mapping[str, NDArray[np.generic]]
-) -> tuple[Message[MediaPart | MediaEntry], ...]:
+def decoded_messages(case: ServedCase, tensors: Mapping[str, NDArray[np.generic]]) -> tuple[Message, ...]:
     """The messages of a case: images and clips as encoded bytes, videos as features."""
     return tuple(
         Message(
@@ -41,14 +38,13 @@ def speech_params(recorded: RecordedSpeech) -> SpeechParams:
     )
 
 
-def _part(
-    part: RecordedPart, tensors: Mapping[str, NDArray[np.generic]], where: str
-) -> TextPart | MediaPart | MediaEntry:
+def _part(part: RecordedPart, tensors: Mapping[str, NDArray[np.generic]], where: str) -> TextPart | MediaPart:
     if part.kind == "text":
         return TextPart(text=part.text)
     value = tensors[part.tensor]
     if part.kind == "video":
         frames, height, width = part.grid
         features = VisionFeatures(patches=value.astype(np.float32), grid=(frames, height, width))
-        return MediaEntry(kind="video", items=(VideoFeatures(vision=features, timestamps=part.timestamps),))
+        video = VideoFeatures(vision=features, timestamps=part.timestamps)
+        return MediaPart(kind="video", data=video, where=where)
     return MediaPart(kind=part.kind, data=value.tobytes(), where=where)

@@ -7,16 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mingc.artifacts.artifact import Artifact, open_artifact
+from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.target_choice import with_target
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
+from mingc.media.decoding import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
-from mingc.runtime.thinker.worker import StepOptions
+from mingc.runtime.thinker.step_options import StepOptions
 from mingc.verify.comparison import Comparison
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedGoldens, asset_records, read_goldens
@@ -48,13 +49,8 @@ def served_options(device: str, world_size: int) -> dict[str, EngineOptions]:
     }
 
 
-def replay_served(
-    artifact: Artifact, progress: Callable[[str], None], engines: tuple[str, ...] = ()
-) -> list[ComparisonLog]:
-    """Compare the parameters with the recorded ones, and replay all recorded requests in every way.
-
-    `engines` are those of `EngineOptions`.
-    """
+def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[ComparisonLog]:
+    """Compare the parameters with the recorded ones, and replay all recorded requests in every way."""
     goldens = _read(artifact)
     fingerprint = artifact.manifest.fingerprint
     parameters = _log("parameters", artifact.manifest, replace(goldens, tensors={}))
@@ -65,9 +61,7 @@ def replay_served(
         log = _log(name, artifact.manifest, goldens)
         logs.append(log)
         with log.case("service"):
-            service = open_service(
-                artifact.root, replace(options, engines=engines, target=fingerprint.target)
-            )
+            service = open_service(artifact.root, options, media=InProcessDecoder())
             asyncio.run(_replay_and_close(service, goldens, log))
     return logs
 
@@ -83,12 +77,14 @@ class ServiceReport:
     comparisons: tuple[Comparison, ...]
 
 
-def check_service(service: OmniService, root: Path, target: str | None = None) -> ServiceReport:
+def check_service(service: OmniService, root: Path) -> ServiceReport:
     """Replay all recorded requests on a running service without other requests; close it when an answer differs.
 
-    `target` is that of the service's options. Raises: ConfigError when the artifact has none.
+    Raises: ConfigError when the artifact has none.
     """
-    artifact = with_target(open_artifact(root), current_host, target)
+    artifact = open_artifact(root)
+    recorded = artifact.manifest.fingerprint
+    check_fingerprint(recorded, current_host(recorded.device))
     if artifact.manifest.served_goldens is None:
         raise ConfigError(
             "the artifact holds no recorded requests",
@@ -124,8 +120,9 @@ def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: Comparis
     No recorded request depends on some of them, such as a limit that none reaches, the default of a field that all
     set, or a voice that none uses.
     """
-    for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
-        given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})
+    parameters = encode(manifest.parameters)
+    for stage in sorted({*parameters} | {*goldens.parameters}):
+        given, recorded = parameters.get(stage, {}), goldens.parameters.get(stage, {})
         for name in sorted({*given} | {*recorded}):
             is_same = name in given and name in recorded and given[name] == recorded[name]
             what = f"{given.get(name)!r}, recorded with {recorded.get(name)!r}"

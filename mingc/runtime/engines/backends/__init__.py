@@ -8,9 +8,11 @@ loaded here, and the fix.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mingc.artifacts.artifact import Artifact
 from mingc.errors import ArtifactError
 from mingc.plugins import ExtensionPoint
 
@@ -46,6 +48,21 @@ def unavailable(backend: str, device: str) -> tuple[str, str] | None:
     check = getattr(sys.modules.get(load.__module__), "unavailable", None)
     found: tuple[str, str] | None = None if check is None else check(device)
     return found
+
+
+def check_loadable(artifact: Artifact, stages: Collection[str] | None = None) -> None:
+    """Raises: ArtifactError when a backend with engines of `stages` (None: all) cannot be loaded here."""
+    device = artifact.manifest.fingerprint.device
+    for backend, held in artifact.manifest.stages_by_backend().items():
+        needed = [stage for stage in held if stages is None or stage in stages]
+        problem = unavailable(backend, device) if needed else None
+        if problem is not None:
+            reason, fix = problem
+            raise ArtifactError(
+                f"the engines of {', '.join(needed)} need backend {backend}: {reason}",
+                where=str(artifact.root),
+                fix=fix,
+            )
 
 
 def _unknown(backend: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """ONNX models run by ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
 
-State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine has
-a stream of its own, before and after which torch's current one has its work.
+State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine runs
+on a separate stream, between the earlier and the later work of torch's current stream.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _open_session(path: Path, device: torch.device, stream: torch.cuda.Stream | 
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     try:
         session = onnxruntime.InferenceSession(path, options, providers=providers)
-    except Exception as error:  # the errors of ONNX Runtime have no base class of their own
+    except Exception as error:  # the errors of ONNX Runtime have no common base class
         raise ArtifactError(
             f"ONNX Runtime {onnxruntime.__version__} refuses the engine: {error}",
             where=str(path),

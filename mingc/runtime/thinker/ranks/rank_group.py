@@ -26,7 +26,6 @@ from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.expert_usage import ExpertsRead
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
@@ -34,9 +33,9 @@ from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcas
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
 from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, LaunchedTokens, StepOptions, ThinkerWorker
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
+from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
-STEP_TIMEOUT_S = 60.0
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes
@@ -63,8 +62,6 @@ class RankGroup:
         on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
         step_timeout_s: seconds after which a step that has not ended counts as hanging.
         options: those that `start` creates the worker with.
-        engines: the `STAGE=BACKEND` words that `load` uses.
-        target: the target of the artifact that `load` uses.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -80,8 +77,6 @@ class RankGroup:
         on_failure: Callable[[RankError], None],
         step_timeout_s: float = STEP_TIMEOUT_S,
         options: StepOptions = DEFAULT_STEPS,
-        engines: tuple[str, ...] = (),
-        target: str | None = None,
     ) -> None:
         self._on_failure = on_failure
         self._children: list[subprocess.Popen[bytes]] = []
@@ -108,8 +103,6 @@ class RankGroup:
                         step_socket=0,  # set by `_spawn`
                         parent_pipe=self._pipe_read,
                         options=options,
-                        engines=engines,
-                        target=target,
                     )
                 )
             stage = load()
@@ -167,11 +160,6 @@ class RankGroup:
     def latency_model(self) -> StepLatencyModel | None:
         """As `ThinkerWorker.latency_model`."""
         return self._worker.latency_model
-
-    @property
-    def experts_read(self) -> ExpertsRead | None:
-        """As `ThinkerWorker.experts_read`: every rank reads its share of the same experts."""
-        return self._worker.experts_read
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""

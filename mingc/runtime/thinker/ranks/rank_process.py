@@ -10,22 +10,20 @@ import json
 import signal
 import socket
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.codec import decode
-from mingc.artifacts.target_choice import target_view
 from mingc.host.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
-from mingc.runtime.engines.choice import with_engines
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
 from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
-from mingc.runtime.thinker.worker import DEFAULT_STEPS, StepOptions
+from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
 LOADED, READY = b"L", b"R"
 
@@ -39,8 +37,6 @@ class WorkerConfig:
         timeout_s: of collectives that the host waits for.
         step_socket: file descriptor; the number of KV pages and steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
-        engines: the engines of the artifact that the server runs, as `EngineOptions.engines`.
-        target: the target of these engines, if the artifact has several.
     """
 
     artifact: str
@@ -53,8 +49,6 @@ class WorkerConfig:
     step_socket: int
     parent_pipe: int
     options: StepOptions = DEFAULT_STEPS
-    engines: tuple[str, ...] = ()
-    target: str | None = None
 
 
 def main() -> None:
@@ -68,13 +62,11 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with socket.socket(fileno=config.step_socket) as sock:
-        root = Path(config.artifact)
-        artifact = open_unchecked(root)  # the server checked it, and that its engines run here
-        artifact = replace(artifact, manifest=target_view(artifact.manifest, config.target))
+        # The server checked it, and that its engines run here.
+        artifact = open_unchecked(Path(config.artifact))
         manifest = artifact.manifest
         decoder = manifest.graph.text_decoder()
         assert decoder is not None, "the server found the decoder"
-        artifact = with_engines(artifact, config.engines, loads=(decoder,))
         stage = load_stage(artifact, decoder, device, rank=config.rank)
         sock.sendall(LOADED)
         num_pages = receive_num_pages(sock)

@@ -1,0 +1,150 @@
+"""`mingc serve`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import cloup
+
+from mingc.commands import FOUND_PROBLEMS, INTERRUPTED
+from mingc.console.command import PATH, Command, common, declared, given, option
+from mingc.console.progress import step_logger
+from mingc.errors import ConfigError
+from mingc.media.options import MediaOptions
+from mingc.options import changed_words
+from mingc.runtime.service.options import EngineOptions
+from mingc.server.options import ServeOptions
+
+if TYPE_CHECKING:
+    from mingc.runtime.service.omni import OmniService
+    from mingc.runtime.service.startup_clock import StartupClock
+
+_CHECKS = [
+    option(
+        "--require-signature",
+        "public_key",
+        metavar="PUBKEY",
+        help="Serve only a bundle signed with this key: a file, or the line that minisign prints.",
+    ),
+    option(
+        "--self-check",
+        "is_self_checked",
+        is_flag=True,
+        help="Replay the recorded requests before the port opens.",
+    ),
+]
+_LOGS = [
+    option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        help="Lowest level that is logged; access lines are info, those of health probes debug.",
+    ),
+    option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        help="Format of log lines on stderr.",
+    ),
+]
+_DEFAULTS = {"check_hashes": True}  # replicas of a deployment do not read all files again
+
+
+@cloup.command(cls=Command)
+@click.argument("artifact", type=PATH)
+@declared(
+    ServeOptions,
+    MediaOptions,
+    EngineOptions,
+    defaults=_DEFAULTS,
+    others={"Checks before serving": _CHECKS, "Logs": _LOGS},
+)
+@common
+def command(
+    as_json: bool,
+    artifact: Path,
+    log_level: Any,
+    log_format: Any,
+    is_self_checked: bool,
+    public_key: str | None,
+    **_: Any,
+) -> int:
+    """Serve an artifact over an OpenAI-compatible HTTP interface.
+
+    ARTIFACT is a folder or a packed bundle. The address is printed on stdout when the server is ready.
+
+    After SIGTERM requests are served for --drain-seconds, then the port is closed (after Ctrl-C at once). Running
+    requests may continue for --shutdown-timeout; a second signal stops the server at once. When a rank of the thinker
+    dies or hangs, running chats get an error, and the server exits with code 4. With --self-check it exits with 3 when
+    an answer differs from the recorded one.
+    """
+    from mingc.runtime.service.startup_clock import StartupClock
+
+    clock = StartupClock()
+    of_http, of_media, of_engines = given(ServeOptions, MediaOptions, EngineOptions, where="mingc serve")
+    http, media = ServeOptions(**of_http), MediaOptions(**of_media)
+    engines = EngineOptions(**_DEFAULTS | of_engines)
+    with clock.phase("import"):
+        from mingc.media.decoder_pool import DecoderPool
+        from mingc.runtime.service.builder import open_service
+        from mingc.server.api_keys import ApiKeys
+        from mingc.server.app import create_app
+        from mingc.server.connections import connection_limit
+        from mingc.server.lifecycle import bind_socket, serve
+        from mingc.server.logs import configure_logging
+
+    configure_logging(log_level, log_format)
+    if public_key is not None:
+        _require_signature(artifact, public_key, is_hashed=engines.check_hashes)
+    keys = ApiKeys(http.api_key_file)
+    connection_limit(http.max_connections)  # fails before anything slow
+    listener = bind_socket(http.host, http.port)
+    changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
+    step_logger("serve")(" ".join([str(artifact), *changed]))
+    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+    service = open_service(artifact, engines, clock, media=decoders)
+    if is_self_checked and not _is_as_recorded(service, artifact, clock):
+        return FOUND_PROBLEMS
+    # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while
+    # every stream waits.
+    with clock.phase("collect garbage"):
+        gc.collect()
+        gc.freeze()
+
+    def announce(url: str) -> None:
+        document = {"url": url, "model": service.info.model, "startup_s": clock.seconds}
+        print(json.dumps(document) if as_json else url, flush=True)
+
+    try:
+        ended_in_order = serve(create_app(service, http, keys), listener, announce=announce)
+    finally:
+        gc.unfreeze()  # engines remove their unpacked files when they are collected
+    return 0 if ended_in_order else INTERRUPTED
+
+
+def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> None:
+    from mingc.bundles.signatures import require_signature
+
+    if not is_hashed:
+        raise ConfigError(
+            "a signature proves nothing about files whose hashes are not compared",
+            where="--require-signature",
+            fix="leave --no-check-hashes out",
+        )
+    step_logger("serve")(f"signature: {require_signature(artifact, public_key)}")
+
+
+def _is_as_recorded(service: OmniService, artifact: Path, clock: StartupClock) -> bool:
+    """Replay the recorded requests on `service`, which is closed when an answer differs."""
+    from mingc.console.report import show
+    from mingc.verify.served.verification import check_service
+
+    with clock.phase("replay the recorded requests"):
+        report = check_service(service, artifact)
+    show(report, as_json=False, stream=sys.stderr)
+    return report.passed

@@ -1,0 +1,307 @@
+"""Schedule of an export's worker processes: engines, weights files and checks, with their dependencies."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mingc.artifacts.manifest import (
+    BackendRefusal,
+    EngineRecord,
+    EngineTiming,
+    GraphRecord,
+    QuantizationError,
+    TunedKernel,
+)
+from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
+from mingc.export.plan import ExportPlan
+from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
+from mingc.export.tasks.check_graph import GraphResult, Replay, check_graph
+from mingc.export.tasks.compile_engine import BuiltEngine, build_engine
+from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.quantization import measure_quantization_error
+from mingc.export.tasks.timing import Timer, choose_fastest, size_order, time_graph
+from mingc.export.tasks.weights_file import WrittenFile, write_in_worker
+from mingc.host.machine import equal_gpus
+
+_T = TypeVar("_T")
+_FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built
+ReportStep = Callable[[str, str, float | None], None]
+"""Called with the name and the subject of a step before it starts, and with its seconds when it has ended."""
+
+Timings = tuple[str, tuple[EngineTiming, ...]]  # of a graph's engines, and the device they were timed on
+
+
+class Schedule:
+    """Builds the graphs of an export in `jobs` processes.
+
+    Engines need only the first rank's weights file of their stage, which the caller has written. Files of other ranks
+    are written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
+    comparisons, which read every rank's file, start when all files of their stage are complete. If several backends are
+    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph
+    runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
+    error.
+
+    Attributes:
+        results: of every graph, once it has run.
+        quantization_error: by stage, for stages with quantized weights that measure it.
+        peak_rss_bytes: the largest peak of any process.
+    """
+
+    def __init__(
+        self,
+        plan: ExportPlan,
+        folder: Path,
+        replay: Replay,
+        step: ReportStep,
+        kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
+        timer: Timer | None = None,
+    ) -> None:
+        self._recipe, self._folder, self._replay, self._step = plan.recipe, folder, replay, step
+        self._timer = timer
+        self._paths = {stage: tuple(file.path for file in each) for stage, each in plan.files.items()}
+        tasks = {
+            graph.name: GraphTask(
+                recipe=plan.recipe,
+                stage=graph.stage,
+                graph=graph.graph,
+                folder=folder,
+                weights=self._paths[graph.stage],
+                kernel_configs=kernel_configs.get(graph.stage, ()),
+            )
+            for graph in plan.graphs
+        }
+        self._refused = {
+            graph.name: [
+                BackendRefusal(backend=backend, reason=reason)
+                for backend, reason in sorted(graph.refused.items())
+            ]
+            for graph in plan.graphs
+        }
+        self._to_compile = deque(
+            (replace(tasks[graph.name], backend=backend), static_shapes)
+            # Longest compiles first, so that no job is left with one at the end.
+            for graph in sorted(plan.graphs, key=lambda each: -each.compile_cost)
+            for backend in graph.backends
+            if backend not in graph.refused
+            for static_shapes in graph.sizes
+        )
+        self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
+        self._to_write = deque(file for each in plan.files.values() for file in each[1:])  # until it is whole
+        self._to_check: list[GraphTask] = []  # one backend of a graph at a time
+        self._check_started: dict[str, float] = {}
+        self._to_time: list[GraphTask] = []
+        self._to_compare = [
+            stage
+            for stage in plan.files
+            if plan.recipe.quantization(stage) is not None and not plan.recipe.synthetic
+        ]
+        self._is_writing = False
+        self._engines: dict[str, list[BuiltEngine]] = {}
+        self._checked: dict[str, list[GraphResult]] = {name: [] for name in tasks}  # of each backend
+        # Takes the result of each future, in the order of submission.
+        self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
+        self.results: list[GraphResult] = []
+        self.quantization_error: dict[str, QuantizationError] = {}
+        self.peak_rss_bytes = 0
+
+    def run(self) -> None:
+        """Raises: the first error that any process raises, at once; the other processes are terminated."""
+        # All equal GPUs, because a check needs up to eight gigabytes and there are as many as there are jobs.
+        gpus = equal_gpus() if self._recipe.device == "cuda" else ()
+        with worker_pool(self._recipe.jobs, gpus) as pool:
+            self._fill(pool)
+            while self._running:
+                finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
+                for future in [each for each in self._running if each in finished]:
+                    self._running.pop(future)(future)
+                self._fill(pool)
+            for task in self._to_time:
+                self._time(pool, task)
+
+    def _fill(self, pool: WorkerPool) -> None:
+        # No more than there are processes, so that a check need not queue behind compiles.
+        while len(self._running) < self._recipe.jobs and self._begin_next(pool):
+            pass
+
+    def _begin_next(self, pool: WorkerPool) -> bool:
+        """Start the task that other tasks wait for, else the one nearest to completion; False if none can start now."""
+        check = next((each for each in self._to_check if self._is_whole(each.stage)), None)
+        compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
+        if self._to_write and not self._is_writing:
+            self._is_writing = True
+            file = self._to_write[0]
+            self._step("weights", file.name, None)
+            written = submit(pool, file.name, write_in_worker, file, self._recipe, self._folder)
+            self._running[written] = self._take_file
+        elif compare is not None:
+            self._to_compare.remove(compare)
+            of_stage = (self._recipe, compare, self._folder, self._paths[compare])
+            compared = submit(pool, compare, measure_quantization_error, *of_stage)
+            self._running[compared] = partial(self._take_quantization_error, compare)
+        elif check is not None:
+            self._to_check.remove(check)
+            if check.name not in self._check_started:
+                self._check_started[check.name] = time.perf_counter()
+                self._step("check", check.name, None)
+            has_golden = bool(self._checked[check.name])
+            checked = self._submit(pool, check, check_graph, self._built(check), self._replay, not has_golden)
+            self._running[checked] = partial(self._take_check, check)
+        elif self._to_compile:
+            task, static_shapes = self._to_compile.popleft()
+            label = self._label(task, static_shapes)
+            self._step("engine", label, None)
+            built = self._submit(pool, task, build_engine, static_shapes)
+            self._running[built] = partial(self._take_engine, task, label)
+        else:
+            return False
+        return True
+
+    def _submit(
+        self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object
+    ) -> Future[_T]:
+        """Start `work` on a graph, alone in its process where its backend may be refused."""
+        if self._recipe.is_measured(task.stage):
+            return pool.submit_alone(task.name, work, task, *arguments)
+        return submit(pool, task.name, work, task, *arguments)
+
+    def _built(self, task: GraphTask) -> tuple[EngineRecord, ...]:
+        """The engines of one backend of a graph, by size."""
+        records = [each.record for each in self._engines[task.name] if each.record.backend == task.backend]
+        return tuple(sorted(records, key=size_order))
+
+    def _is_whole(self, stage: str) -> bool:
+        """Whether every rank's weights file of `stage` is written."""
+        return all(file.stage != stage for file in self._to_write)
+
+    def _take_file(self, future: Future[WrittenFile]) -> None:
+        file = self._to_write[0]
+        written = result_of(future, file.name)
+        self._to_write.popleft()
+        self._is_writing = False
+        self._hold(written.peak_rss_bytes)
+        self._step("weights", file.name, written.seconds)
+
+    def _take_engine(self, task: GraphTask, label: str, future: Future[BuiltEngine]) -> None:
+        done = self._engines.setdefault(task.name, [])
+        self._left[task.name] -= 1
+        try:
+            built = result_of(future, task.name)
+        except CompileError as error:
+            if not self._recipe.is_measured(task.stage):
+                raise
+            self._refuse(task, error)
+            self._step("engine", label, 0.0)
+            self._skip_others(task)
+        else:
+            self._hold(built.peak_rss_bytes)
+            self._step("engine", label, built.record.compile_seconds)
+            done.append(built)
+        if not self._left[task.name]:
+            self._to_check.append(replace(task, backend=self._unchecked(task)[0]))
+
+    def _unchecked(self, task: GraphTask) -> list[str]:
+        """The backends of a graph that are neither refused nor checked, the default one first."""
+        refused = {each.backend for each in self._refused[task.name]}
+        checked = {backend for each in self._checked[task.name] for backend in each.record.backends}
+        return [each for each in self._recipe.backends_of(task.stage) if each not in refused | checked]
+
+    def _refuse(self, task: GraphTask, error: MingcError) -> None:
+        """Continue without the backend of `task`. Raises: CompileError when it was the last one."""
+        reasons = self._refused[task.name]
+        if task.backend not in {each.backend for each in reasons}:
+            reasons.append(BackendRefusal(backend=task.backend, reason=error.message))
+        if not {*self._recipe.backends_of(task.stage)} - {each.backend for each in reasons}:
+            listed = "; ".join(f"{each.backend}: {each.reason}" for each in reasons)
+            raise CompileError(
+                f"no backend takes the graph: {listed}", where=task.name, fix=error.fix
+            ) from error
+
+    def _skip_others(self, task: GraphTask) -> None:
+        """Remove engines of the same graph and backend from the queue, because they would be discarded."""
+        skipped = [each for each in self._to_compile if each[0] == task]
+        self._to_compile = deque(each for each in self._to_compile if each[0] != task)
+        self._left[task.name] -= len(skipped)
+        for _, static_shapes in skipped:
+            self._step("engine", self._label(task, static_shapes), 0.0)
+
+    def _label(self, task: GraphTask, static_shapes: dict[str, int] | None) -> str:
+        """Name of an engine in progress lines."""
+        several = len(self._recipe.backends_of(task.stage)) > 1
+        return engine_label(task.name, static_shapes) + (f" ({task.backend})" if several else "")
+
+    def _take_check(self, task: GraphTask, future: Future[GraphResult]) -> None:
+        try:
+            result = result_of(future, task.name)
+        except _FAULTS as error:
+            if not self._recipe.is_measured(task.stage):
+                raise
+            self._refuse(task, error)
+        else:
+            self._hold(result.peak_rss_bytes)
+            self._checked[task.name].append(result)
+        if left := self._unchecked(task):
+            self._to_check.insert(0, replace(task, backend=left[0]))
+            return
+        self._step("check", task.name, time.perf_counter() - self._check_started[task.name])
+        results = self._checked[task.name]
+        if not self._recipe.is_measured(task.stage):
+            self.results += results
+        elif len(results) > 1:
+            self._to_time.append(task)
+        else:
+            self._choose(task, "", ())
+
+    def _time(self, pool: WorkerPool, task: GraphTask) -> None:
+        """Choose engines of a graph by their times."""
+        started = time.perf_counter()
+        self._step("time", task.name, None)
+        records = [each.record for each in self._checked[task.name]]
+        try:
+            device, timings = self._timings(pool, task, records)
+        except _FAULTS:
+            device, timings = self._timings_alone(pool, task, records)
+        self._step("time", task.name, time.perf_counter() - started)
+        self._choose(task, device, timings)
+
+    def _timings_alone(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
+        """Time one backend after the other, because one of them failed; refuse a backend that fails again."""
+        device, timings = "", list[EngineTiming]()
+        for record in records:
+            try:
+                device, found = self._timings(pool, task, [record])
+            except _FAULTS as error:
+                self._refuse(replace(task, backend=record.backends[0]), error)
+            else:
+                timings += found
+        return device, tuple(timings)
+
+    def _timings(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
+        return result_of(self._submit(pool, task, time_graph, records, self._timer), task.name)
+
+    def _choose(self, task: GraphTask, device: str, timings: tuple[EngineTiming, ...]) -> None:
+        """Keep the engines of a graph that its timings select, and remove the files of the others."""
+        results = self._checked[task.name]
+        chosen = choose_fastest(
+            [each.record for each in results], timings, device=device, refused=self._refused[task.name]
+        )
+        kept = {self._folder / each.file for each in chosen.engines}
+        # A compiler that died may have left a part of a file.
+        for path in (self._folder / "engines").glob(f"{task.name}[.-]*"):
+            if path not in kept:
+                path.unlink()
+        self.results.append(replace(results[0], record=chosen))
+
+    def _take_quantization_error(self, stage: str, future: Future[QuantizationError | None]) -> None:
+        error = result_of(future, stage)
+        if error is not None:
+            self.quantization_error[stage] = error
+
+    def _hold(self, peak_rss_bytes: int) -> None:
+        self.peak_rss_bytes = max(self.peak_rss_bytes, peak_rss_bytes)

@@ -1,0 +1,71 @@
+"""Decoding of one medium in this process."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import msgspec
+
+from mingc.media.audio import load_audio
+from mingc.media.image import load_image
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, too_large
+from mingc.media.video import load_video
+from mingc.prompts.features import Features, VideoFeatures
+from mingc.prompts.media_decoder import MediaTask
+
+
+class InProcessDecoder:
+    """A `MediaDecoder` without processes, for trusted media: nothing ends a decoder that crashes or hangs."""
+
+    def __init__(self, max_bytes: int = DEFAULT_MEDIA_BYTES) -> None:
+        self.max_bytes = max_bytes
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+        """See `MediaDecoder`."""
+        return run_task(task, data)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def run_task(task: MediaTask, data: bytes | memoryview) -> Features:
+    """Features of the encoded medium `data`.
+
+    Raises: RequestError when it cannot be decoded or exceeds a limit, ConfigError when a library is missing.
+    """
+    data = bytes(data)
+    limits = MediaLimits(max_bytes=task.max_bytes, max_tokens=task.max_tokens)
+    try:
+        if task.kind == "audio":
+            assert task.audio is not None
+            return load_audio(data, task.audio, task.where, limits)
+        assert task.vision is not None
+        if task.kind == "video":
+            return load_video(data, task.vision, task.video, task.where, limits)
+        return load_image(data, task.vision, task.where, limits)
+    except MemoryError as error:
+        raise too_large(
+            f"decoding the {task.kind} takes more memory than its header says", task.where
+        ) from error
+
+
+def digest_of(task: MediaTask, data: bytes | memoryview) -> bytes:
+    """32 bytes that differ for media whose features differ: a hash of the file, and of all that `run_task` does to it.
+
+    A file is a fraction of its features, which take 0.4 ms for 1,024 patches.
+    """
+    settings = (task.kind, task.vision, task.audio, task.video if task.kind == "video" else None)
+    digest = hashlib.sha256(msgspec.json.encode(settings))
+    digest.update(data)
+    return digest.digest()
+
+
+def with_digest(features: Features, digest: bytes) -> Features:
+    """`features` with their `digest_of`."""
+    if isinstance(features, VideoFeatures):
+        return replace(features, vision=replace(features.vision, digest=digest))
+    return replace(features, digest=digest)

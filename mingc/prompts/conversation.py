@@ -1,0 +1,72 @@
+"""A conversation: the messages that a request is parsed to and a prompt is written from. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mingc.prompts.features import Features
+
+Role = Literal["system", "user", "assistant"]
+MediaKind = Literal["image", "audio", "video"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPart:
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.text)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaPart:
+    """One image, audio clip or video, by reference.
+
+    Attributes:
+        data: a client's URL, path or base64 string, which `mingc.server` loads; then encoded bytes, which a
+            `MediaDecoder` decodes; or features.
+        where: names it in error messages (`messages[0].content[1].image_url.url`).
+        is_base64: whether a string is the data itself, with or without a `data:` prefix.
+    """
+
+    kind: MediaKind
+    data: str | bytes | memoryview | Features
+    where: str
+    is_base64: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of its data; of a string, the characters."""
+        return len(self.data) if isinstance(self.data, str | bytes | memoryview) else self.data.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a conversation, in the client's order. No parts: empty content."""
+
+    role: Role
+    parts: tuple[TextPart | MediaPart, ...]
+
+    @property
+    def text(self) -> str:
+        """All text of the message, joined."""
+        return "".join(part.text for part in self.parts if isinstance(part, TextPart))
+
+    @property
+    def size(self) -> int:
+        """Characters of its text and bytes of its media."""
+        return sum(part.size for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoParams:
+    """Frame sampling and size limits of videos. None selects the artifact's default."""
+
+    fps: float | None = None
+    max_frames: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None

@@ -1,0 +1,122 @@
+"""The parts of a service that answer chats and that speak, and the media embeddings of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.features import AudioFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder
+from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.thinker_prompt import AUDIO, VISION, ThinkerPrompt
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.encoders import host_tensors
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.loop import EncoderLoop
+from mingc.runtime.encoders.media_ids import media_digests, media_ids
+from mingc.runtime.request_stream import RequestStream
+from mingc.runtime.service.output_processor import Timings
+from mingc.runtime.talker.group import TalkerGroup
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.thinker.loop import ThinkerLoop
+
+Encoded = dict[int, list[Future[Tensor]]]  # by the kind of token; in the order of `MediaFeatures`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChatPipeline:
+    """Parts that answer chat requests: prompt building, encoders, thinker."""
+
+    processor: ChatProcessor
+    tokenizer: TextTokenizer
+    vision: EncoderLoop[VisionFeatures] | None
+    audio: EncoderLoop[AudioFeatures] | None
+    loop: ThinkerLoop
+    encoder_cache: EncoderCache | None = None  # of both encoders
+    media: MediaDecoder | None = None  # closed with the service
+
+    def prepare(
+        self, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
+    ) -> tuple[ThinkerPrompt, list[bytes] | None, Encoded]:
+        """Build a prompt, and submit its media to the encoders. Blocks.
+
+        Returns the prompt without media embeddings, its keys for the prefix cache, and futures of the embeddings.
+        Raises: RequestError when it exceeds the context.
+        """
+        timings.mark("preprocessing")
+        prepared = prepare()
+        prompt, media = prepared.tokens, prepared.media
+        # A prompt that is too long fails here, before the encoders run.
+        self.loop.scheduler.max_new_tokens(prompt.num_tokens, 1)
+        timings.mark("prepared")
+        encoded: Encoded = {}
+        if (media.vision or media.audio) and not stream.is_closed:
+            digests = media_digests(media)
+            # The processor refuses media without an encoder, so a kind that occurs has its encoder.
+            if media.vision and self.vision is not None:
+                encoded[VISION] = self.vision.submit(media.vision, digests.vision)
+            if media.audio and self.audio is not None:
+                encoded[AUDIO] = self.audio.submit(media.audio, digests.audio)
+            if self.loop.has_prefix_cache:
+                ids = media_ids(prompt.embed_kind, media, digests, merge_size=self.processor.merge_size)
+                prompt = replace(prompt, media_ids=ids)
+        return prompt, self.loop.page_keys(prompt), encoded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SpeechPipeline:
+    """Parts that generate speech."""
+
+    planner: SpeechPlanner
+    talkers: TalkerGroup
+    max_segment_length: int
+
+
+async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: torch.device) -> Tensor:
+    """Embeddings (M, D) of all media tokens of a prompt, in token order, on `device`."""
+    try:
+        values = {
+            kind: [await asyncio.wrap_future(future) for future in futures]
+            for kind, futures in encoded.items()
+        }
+    finally:
+        for futures in encoded.values():
+            for future in futures:
+                future.cancel()  # of a request that has ended; does nothing to results
+    found = [each for tensors in values.values() for each in tensors]
+    if len(found) == 1 and (device.type == "cpu" or found[0].is_pinned()):
+        return found[0].to(device, non_blocking=True)  # there is nothing to place
+    return await asyncio.to_thread(place, embed_kind, values, device)
+
+
+@torch.inference_mode()
+def place(
+    embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device
+) -> Tensor:
+    """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
+    kinds = embed_kind[embed_kind > 0]
+    first = next(iter(encoded.values()))[0]
+    shape = (len(kinds), first.shape[1])
+    is_pinned = device.type == "cuda"  # torch keeps pinned memory for later requests
+    embeds = (
+        torch.empty(shape, dtype=first.dtype, pin_memory=True)
+        if is_pinned
+        else host_tensors.empty(shape, first.dtype)
+    )
+    for kind, values in encoded.items():
+        rows = np.flatnonzero(kinds == kind)
+        start = 0
+        for each in values:
+            own = rows[start : start + len(each)]
+            start += len(each)
+            # A slice, because these rows are consecutive: only words separate the frames of a video.
+            embeds[own[0] : own[-1] + 1] = each
+    return embeds.to(device, non_blocking=True)

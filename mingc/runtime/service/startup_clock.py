@@ -1,0 +1,49 @@
+"""Times the phases of a start: imports, checks, loading, capture."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("mingc.startup")
+
+OTHER = "other"
+
+
+class StartupClock:
+    """Seconds of each phase since the clock was made, each logged when it ends. Repeated phases are summed.
+
+    The time of a nested phase is not counted in the outer one, so that the phases add up to the whole.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._inner = [
+            0.0
+        ]  # seconds of the phases inside each open phase; the first entry is the clock's own
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, in the order in which they began; `other` is the time so far that no phase covers."""
+        passed = time.perf_counter() - self._started
+        return {
+            name: round(value, 3) for name, value in {**self._seconds, OTHER: passed - self._inner[0]}.items()
+        }
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside the block to `name`, also when the block fails. One thread at a time."""
+        self._seconds.setdefault(name, 0.0)
+        started = time.perf_counter()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            passed = time.perf_counter() - started
+            own = passed - self._inner.pop()
+            self._inner[-1] += passed
+            self._seconds[name] += own
+            log.info("%s: %.2f s", name, own)

@@ -1,0 +1,117 @@
+"""A running chat of the thinker loop, and the step inputs that are built from running chats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.recorder import Recorder
+from mingc.runtime.request import FinishReason
+from mingc.runtime.request_stream import Item, TokenItem
+from mingc.runtime.thinker.device_sampler import sampling_columns
+from mingc.runtime.thinker.sampler import SamplerRow, uniform
+from mingc.runtime.thinker.scheduler import PromptSlice
+from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, chunk_embeds
+
+
+@dataclass(slots=True, eq=False)
+class RunningChat:
+    """Host state of one chat. `prefilled` and `reused` change when a chunk takes some of its prompt."""
+
+    prompt: ThinkerPrompt
+    max_tokens: int
+    row: SamplerRow
+    emit: Callable[[Item], None]
+    recorder: Recorder | None
+    keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
+    answer: list[int] = field(default_factory=list)
+    begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
+    pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
+    prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
+    reused: int = 0  # prompt tokens that were not computed, because their pages were cached
+
+    def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
+        self.emit(TokenItem(token=token, finish=finish, reused_tokens=self.reused, begun_at=self.begun_at))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, pending ones included."""
+        return len(self.prompt.input_ids) + len(self.answer) + self.pending
+
+    @property
+    def is_launchable(self) -> bool:
+        """Whether to launch a further token, as far as the host knows."""
+        return len(self.answer) + self.pending < self.max_tokens
+
+    def take_slice(self, prompt: PromptSlice) -> Ints:
+        """Record that a chunk has these tokens of the prompt. Returns the reused tokens before it."""
+        skipped = self.prompt.input_ids[self.prefilled : prompt.start]
+        self.prefilled = prompt.start + prompt.count
+        self.reused += len(skipped)
+        return skipped
+
+
+def prefill_step(
+    chats: Sequence[RunningChat], slices: Sequence[PromptSlice], pages: Sequence[Ints], slots: Sequence[int]
+) -> PrefillStep:
+    """Inputs of a new chunk: the tokens of its prompts, concatenated; the chats take note of them.
+
+    `pages` has the pages of each prompt up to the end of its slice.
+    """
+    ranges = [slice(each.start, each.start + each.count) for each in slices]
+    both = [(chat.prompt, where) for chat, where in zip(chats, ranges, strict=True)]
+    skipped = [chat.take_slice(each) for chat, each in zip(chats, slices, strict=True)]
+    is_any_skipped = any(map(len, skipped))
+    return PrefillStep(
+        input_ids=np.concatenate([prompt.input_ids[where] for prompt, where in both]),
+        positions=np.concatenate([prompt.positions[:, where] for prompt, where in both], axis=1),
+        embed_kind=np.concatenate([prompt.embed_kind[where] for prompt, where in both]),
+        embeds=chunk_embeds(both),
+        counts=np.array([each.count for each in slices], np.int64),
+        starts=np.array([each.start for each in slices], np.int64),
+        pages=_page_table(pages),
+        slots=np.array(slots, np.int64),
+        skipped_ids=np.concatenate(skipped) if is_any_skipped else None,
+        skipped_counts=np.array([len(each) for each in skipped], np.int64) if is_any_skipped else None,
+    )
+
+
+def decode_step(
+    chats: Sequence[RunningChat], pages: Sequence[Ints], slots: Sequence[int] | None
+) -> DecodeStep:
+    """Inputs of the next token of each chat; `slots` is None if the host samples."""
+    lengths = np.array([each.num_tokens for each in chats])
+    return DecodeStep(
+        input_ids=np.array([-1 if each.pending else each.answer[-1] for each in chats]),
+        positions=lengths - 1 + np.array([each.prompt.rope_delta for each in chats]),
+        lengths=lengths,
+        pages=_page_table(pages),
+        slots=None if slots is None else np.array(slots),
+        sampling=None if slots is None else sampling_rows(chats),
+    )
+
+
+def sampling_rows(chats: Sequence[RunningChat]) -> NDArray[np.float64]:
+    """Sampling parameters (n, NUM_COLUMNS) of each chat's next token."""
+    return np.array(
+        [
+            sampling_columns(
+                each.row.params,
+                uniform(each.row.seed, each.row.step + each.pending),
+                each.row.banned(each.pending),
+            )
+            for each in chats
+        ]
+    )
+
+
+def _page_table(pages: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Pages of each request as rows (n, P), padded with 0."""
+    table = np.zeros((len(pages), max(map(len, pages))), np.int64)
+    for row, owned in enumerate(pages):
+        table[row, : len(owned)] = owned
+    return table

@@ -1,0 +1,157 @@
+"""The ASGI app of a server: its routes, and what every request passes before them (id and log, origins, keys)."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mingc.errors import MingcError, RequestError, ServeError
+from mingc.runtime.request import Service
+from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
+from mingc.server.error_objects import encode_error, public_error
+from mingc.server.http.openapi import openapi_document
+from mingc.server.http.parsing import unknown_model
+from mingc.server.http.response_schemas import (
+    ModelList,
+    ReadyResponse,
+    VoiceList,
+    health_response,
+    model_object,
+)
+from mingc.server.http.routes import GenerationRoute, HttpState, handle_chat, handle_speech
+from mingc.server.logs import REQUEST_ID, RequestContext
+from mingc.server.metrics import CONTENT_TYPE
+from mingc.server.options import ServeOptions
+from mingc.server.state import ServerState
+
+log = logging.getLogger("mingc.http")
+
+_PROBE_PATHS = frozenset({"/health", "/ready"})
+
+
+def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
+    """The ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
+    state = ServerState(service=service, options=options)
+    keys = keys or ApiKeys(options.api_key_file)
+    if not keys.is_required and not _is_loopback(options.host):
+        log.warning(
+            "anyone who can reach %s can use this server: set %s or pass --api-key-file",
+            options.host,
+            VARIABLE,
+        )
+
+    def answer_error(request: Request, error: Exception) -> Response:
+        return _error_response(request, error, options)
+
+    http = HttpState.of(state)
+    open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", GenerationRoute(http, handle_chat), methods=["POST"]),
+            Route("/v1/audio/speech", GenerationRoute(http, handle_speech), methods=["POST"]),
+            *_information_routes(state),
+        ],
+        middleware=[
+            Middleware(RequestContext, metrics=state.metrics),
+            *_cors(options),
+            Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
+        ],
+        exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app
+
+
+def _information_routes(state: ServerState) -> list[Route]:
+    """Routes that do not run the model."""
+    service = state.service
+    created = int(time.time())
+
+    async def models(request: Request) -> Response:
+        return _json(ModelList([model_object(service.info, created, name) for name in service.info.names]))
+
+    async def model(request: Request) -> Response:
+        name = str(request.path_params["model"])
+        if name not in service.info.names:
+            raise unknown_model(name, service.info)
+        return _json(model_object(service.info, created, name))
+
+    async def voices(request: Request) -> Response:
+        return _json(VoiceList(voices=list(service.info.voices), default=service.info.default_voice))
+
+    async def health(request: Request) -> Response:
+        return _json(health_response(state), 200 if state.status in ("ready", "draining") else 503)
+
+    async def ready(request: Request) -> Response:
+        return _json(ReadyResponse(state.status), 200 if state.status == "ready" else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
+
+    async def openapi(request: Request) -> Response:
+        return Response(await asyncio.to_thread(openapi_document), media_type="application/json")
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{model:path}", model),
+        Route("/v1/audio/voices", voices),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/openapi.json", openapi),
+    ]
+
+
+def _cors(options: ServeOptions) -> list[Middleware]:
+    if not options.cors_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):  # from starlette: unknown path or method
+        shown = f"{request.method} {request.url.path[:100]}"
+        wrong_method = error.status_code == 405
+        reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
+        code = "method_not_allowed" if wrong_method else "not_found"
+        error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
+    known = public_error(error)
+    status = known.status if isinstance(known, ServeError) else 500
+    if status == 503:
+        headers["Retry-After"] = str(options.retry_after_s)
+    elif status >= 500:
+        log.error("%s %s: %s", request.method, request.url.path, known)
+    headers["x-request-id"] = REQUEST_ID.get()  # an unforeseen error is answered outside of RequestContext
+    return Response(encode_error(known), status, headers, "application/json")

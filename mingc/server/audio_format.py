@@ -1,0 +1,160 @@
+"""Audio encoding of speech: WAV, raw PCM16 or FLAC, whole or as a stream.
+
+All three contain the same 16-bit samples at the artifact's own rate. WAV headers are written here, because a stream
+needs one with an unknown length; libsndfile encodes FLAC.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import soundfile
+
+AudioFormat = Literal["wav", "pcm16", "flac"]
+_UNKNOWN_LENGTH = 0xFFFFFFFF
+_WAV_HEADER_BYTES = 44
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioSpec:
+    """Audio format and sample rate (Hz) of a response."""
+
+    format: AudioFormat
+    sample_rate: int
+
+    @property
+    def is_playable_in_parts(self) -> bool:
+        """Whether a stream has audible parts before its end; FLAC does not (`_FlacStream`)."""
+        return self.format != "flac"
+
+    @property
+    def content_type(self) -> str:
+        """The HTTP content type; raw PCM has no header, so it carries the rate."""
+        if self.format == "pcm16":
+            return f"audio/pcm;rate={self.sample_rate};channels=1"
+        return f"audio/{self.format}"
+
+
+def to_pcm16(samples: NDArray[np.float32]) -> NDArray[np.int16]:
+    """(n,) float32 in [-1, 1] → (n,) little-endian int16; values outside are clipped."""
+    pcm: NDArray[np.int16] = np.rint(np.clip(samples, -1.0, 1.0) * np.float32(32767.0)).astype("<i2")
+    return pcm
+
+
+def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
+    """The 44-byte header of mono PCM16. None: unknown length, written as the largest sizes, as by ffmpeg to a pipe."""
+    data_bytes = _UNKNOWN_LENGTH if num_samples is None else 2 * num_samples
+    riff_bytes = min(_UNKNOWN_LENGTH, data_bytes + _WAV_HEADER_BYTES - 8)
+    riff = b"RIFF" + struct.pack("<I", riff_bytes) + b"WAVE"
+    fmt = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    return riff + fmt + b"data" + struct.pack("<I", data_bytes)
+
+
+def flac_header(sample_rate: int) -> bytes:
+    """A FLAC file without samples, for which libsndfile writes no header (RFC 9639 §8.1, §8.2)."""
+    # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
+    bits = sample_rate << 44 | (16 - 1) << 36
+    block_and_frame_sizes = struct.pack(">HH", 4096, 4096) + bytes(6)
+    return b"fLaC" + b"\x80\x00\x00\x22" + block_and_frame_sizes + struct.pack(">Q", bits) + bytes(16)
+
+
+def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
+    """Encode a clip from chunks of (n_i,) float32 mono samples, with its length in the header."""
+    if spec.format != "flac":
+        pcm = b"".join(to_pcm16(chunk).tobytes() for chunk in chunks)
+        return pcm if spec.format == "pcm16" else wav_header(spec.sample_rate, len(pcm) // 2) + pcm
+    stream = _FlacStream(spec.sample_rate)
+    for chunk in chunks:
+        stream.add(chunk)
+    return stream.finish()
+
+
+class StreamEncoder(Protocol):
+    """Encodes a clip of unknown length. All returned bytes, joined in order, form one valid file."""
+
+    def add(self, samples: NDArray[np.float32]) -> bytes:
+        """Add (n,) float32 mono samples; returns the bytes ready to be sent (may be empty)."""
+        ...
+
+    def finish(self) -> bytes:
+        """The remaining bytes. The encoder must not be used afterwards."""
+        ...
+
+
+def open_stream(spec: AudioSpec) -> StreamEncoder:
+    """A new encoder for one clip."""
+    if spec.format == "flac":
+        return _FlacStream(spec.sample_rate)
+    return _PcmStream(wav_header(spec.sample_rate, None) if spec.format == "wav" else b"")
+
+
+class _PcmStream:
+    """Raw samples behind a header, which is returned with the first of them."""
+
+    def __init__(self, header: bytes) -> None:
+        self._header = header
+
+    def add(self, samples: NDArray[np.float32]) -> bytes:
+        header, self._header = self._header, b""
+        return header + to_pcm16(samples).tobytes()
+
+    def finish(self) -> bytes:
+        return self._header
+
+
+class _FlacStream:
+    """FLAC, encoded as samples arrive and returned at the end.
+
+    STREAMINFO, the first block of a file, holds the number of samples. It may be "unknown" (RFC 9639 §8.2), but
+    libsndfile cannot read such a file to its end.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        self._if_empty = flac_header(sample_rate)
+        self._file = io.BytesIO()
+        self._flac = _open_flac(self._file, sample_rate)
+
+    def add(self, samples: NDArray[np.float32]) -> bytes:
+        self._flac.write(to_pcm16(samples))
+        return b""
+
+    def finish(self) -> bytes:
+        self._flac.close()
+        return self._file.getvalue() or self._if_empty
+
+
+class Base64Stream:
+    """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.
+
+    Only the last piece may be padded, so all others encode a multiple of three bytes.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def add(self, data: bytes) -> str:
+        """Base64 of the complete groups; up to two bytes remain for the next call."""
+        data = self._rest + data
+        end = len(data) - len(data) % 3
+        self._rest = data[end:]
+        return base64.b64encode(data[:end]).decode()
+
+    def finish(self) -> str:
+        """The remaining bytes."""
+        return base64.b64encode(self._rest).decode()
+
+
+def _open_flac(file: io.BytesIO, sample_rate: int) -> soundfile.SoundFile:
+    # not needed for WAV, and not installed on some GPU hosts
+    import soundfile
+
+    return soundfile.SoundFile(file, "w", samplerate=sample_rate, channels=1, format="FLAC", subtype="PCM_16")

@@ -1,0 +1,337 @@
+"""TCP connections of the server: accepting, their number, and timeouts.
+
+uvicorn parses HTTP and runs the app. This module adds a time limit on request headers and on clients that do not read,
+a limit on connections that keeps `/health` reachable, a pause in accepting when descriptors run out (asyncio's own loop
+would repeat `accept` and its log line without a pause), and JSON errors for data that is not HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.server import ServerState as UvicornState
+
+from mingc.errors import ConfigError, RequestError
+from mingc.server.error_objects import encode_error
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("mingc.http")
+
+PROBE_CONNECTIONS = 16  # accepted beyond the limit: they may ask for probes and lists, not for generation
+_FILES = 64  # descriptors for media, engine files, child processes and pipes
+_LARGEST_DEFAULT = 4096
+_SMALLEST = 8
+_ACCEPTS = 16  # connections accepted before other work of the event loop
+# Read from one connection before others are served; with asyncio's 256 KiB 64 uploads delay a probe for a second. Few
+# connections share what 64 may read in one pass of the event loop: a body takes fewer passes.
+_READ_BYTES = 16 * 1024
+_LARGEST_READ_BYTES = 256 * 1024
+_PASS_BYTES = 64 * _READ_BYTES
+_ACCEPT_PAUSE_S = 0.1
+# Rest of a refused body that is read and dropped, so that the connection can be used again; more than sockets buffer.
+_DISCARDED_BYTES = 16 << 20
+_LINGER_S = 1.0  # a connection closed with unread data loses what the client has not read yet
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def connection_limit(requested: int | None) -> int:
+    """Connections that this process's descriptors allow, or `requested`, which must not be more.
+
+    Raises:
+        ConfigError: when there are too few descriptors.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return requested or _LARGEST_DEFAULT
+    used = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else _FILES
+    room = soft - used - _FILES - PROBE_CONNECTIONS
+    if room < (requested or _SMALLEST):
+        raise ConfigError(
+            f"{soft} file descriptors leave room for {max(room, 0)} connections",
+            where="--max-connections" if requested else "RLIMIT_NOFILE",
+            fix=f"raise `ulimit -n`{', or pass a smaller --max-connections' if requested else ''}",
+        )
+    return requested or min(room, _LARGEST_DEFAULT)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class ConnectionTable:
+    """Open connections of one server. Call it from the event loop only.
+
+    Attributes:
+        waiting: connections without a running request, with the time since when; the longest wait first.
+    """
+
+    options: ServeOptions
+    metrics: Metrics
+    limit: int
+    connections: set[HttpConnection] = field(default_factory=set, init=False)
+    waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
+
+    @property
+    def body_read_bytes(self) -> int:
+        """Most bytes of a body to read at once."""
+        share = _PASS_BYTES // max(1, len(self.connections))
+        return min(max(share, _READ_BYTES), _LARGEST_READ_BYTES)
+
+    def make_room(self) -> bool:
+        """If the table is full, close the connection that has waited longest. Returns False if none waits."""
+        if len(self.connections) < self.limit:
+            return True
+        for connection in self.waiting:
+            self._close(connection, "evicted")
+            connection.abort()
+            return True
+        return False
+
+    def add(self, connection: HttpConnection) -> None:
+        self.connections.add(connection)
+        self.metrics.connections.set(len(self.connections))
+        self.set_waiting(connection)
+
+    def remove(self, connection: HttpConnection) -> None:
+        self.connections.discard(connection)
+        self.metrics.connections.set(len(self.connections))
+        self.waiting.pop(connection, None)
+
+    def set_waiting(self, connection: HttpConnection) -> None:
+        """Record that the connection waits for a request from now on."""
+        if connection in self.connections:
+            self.waiting.pop(connection, None)
+            self.waiting[connection] = asyncio.get_running_loop().time()
+
+    def close_late(self) -> None:
+        """Close connections that exceed a time limit."""
+        now = asyncio.get_running_loop().time()
+        for connection, since in list(self.waiting.items()):
+            if now - since < self.options.header_timeout_s:
+                break  # later entries wait for less
+            self.waiting.pop(connection)
+            self.metrics.connections_closed.labels("header_timeout").inc()
+            connection.close_unfinished()
+        for connection in list(self.connections):
+            if connection.blocked_s(now) >= self.options.write_timeout_s:
+                self._close(connection, "write_timeout")
+                connection.abort()
+
+    def _close(self, connection: HttpConnection, reason: str) -> None:
+        self.remove(connection)
+        self.metrics.connections_closed.labels(reason).inc()
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's connection, known to a `ConnectionTable`. A probe connection is closed after one response."""
+
+    def __init__(
+        self,
+        table: ConnectionTable,
+        config: uvicorn.Config,
+        server_state: UvicornState,
+        app_state: dict[str, Any],
+        *,
+        is_probe: bool,
+    ) -> None:
+        super().__init__(config, server_state, {**app_state, "is_probe": is_probe})
+        self._table = table
+        self._is_probe = is_probe
+        self._is_aborted = False
+        self._unsent = 0
+        self._unsent_since = 0.0
+        table.add(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_read_bytes(_READ_BYTES)
+        if self._is_aborted:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._after_events()
+        is_body = self.conn.their_state is h11.SEND_BODY
+        self._set_read_bytes(self._table.body_read_bytes if is_body else _READ_BYTES)
+
+    def _set_read_bytes(self, count: int) -> None:
+        self.transport.max_size = count  # type: ignore[attr-defined]  # of asyncio's selector transports
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._table.set_waiting(self)
+        if self.conn.their_state is h11.SEND_BODY and self._declared_bytes() > _DISCARDED_BYTES:
+            # Refused before its body was read: time to read the answer, none to send the rest.
+            self.flow.pause_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        self._after_events()  # a pipelined request may have begun
+
+    def _declared_bytes(self) -> int:
+        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+
+    def _after_events(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            return
+        self._table.waiting.pop(self, None)
+        if self._is_probe and self.cycle.keep_alive:
+            self.cycle.keep_alive = False
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
+
+    def blocked_s(self, now: float) -> float:
+        """Seconds since the client last read while data was pending.
+
+        Nothing is added to a full or closing connection's buffer, so it shrinks exactly when the client reads.
+        """
+        if self.transport is None or not (self.flow.write_paused or self.transport.is_closing()):
+            self._unsent = 0
+            return 0.0
+        unsent = self.transport.get_write_buffer_size()
+        if not self._unsent or unsent < self._unsent:
+            self._unsent, self._unsent_since = max(unsent, 1), now
+        return now - self._unsent_since
+
+    def abort(self) -> None:
+        """Close without sending what is buffered."""
+        self._is_aborted = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    def close_unfinished(self) -> None:
+        """Close a connection that waits for a request: with a 408 if part of one has arrived."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            seconds = self._table.options.header_timeout_s
+            self._send_error(
+                RequestError(
+                    f"The request headers did not arrive within {seconds:g} s.",
+                    status=408,
+                    code="header_timeout",
+                )
+            )
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls this while it handles h11's error, which has the status (431 for headers too large)."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._send_error(RequestError(f"{msg[:-1]}: {error}.", status=status, code="invalid_http"))
+        self.transport.close()
+
+    def _send_error(self, error: RequestError) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return  # a response has begun: it can only break off
+        self._table.metrics.count("unmatched", str(error.status))
+        body = encode_error(error)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        response = h11.Response(
+            status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status]
+        )
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+class Acceptor:
+    """Accepts connections of one listening socket. Has the methods of `asyncio.Server` that uvicorn calls."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        table: ConnectionTable,
+        connect: Callable[[bool], HttpConnection],
+    ) -> None:
+        """`connect` makes a connection's protocol; its argument is `is_probe`."""
+        self._listener = listener
+        self._table = table
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Accept connections of a socket that listens."""
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for index in range(_ACCEPTS):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTOR:
+                    raise
+                # Linux needs a descriptor even to see that no client waits; only for the first call one does.
+                if index == 0:
+                    self._pause(error)
+                return
+            self._open(connection)
+
+    def _open(self, connection: socket.socket) -> None:
+        table = self._table
+        is_probe = not table.make_room()
+        if is_probe and len(table.connections) >= table.limit + PROBE_CONNECTIONS:
+            table.metrics.connections_closed.labels("refused").inc()
+            connection.close()
+            return
+        protocol = self._connect(is_probe)
+        connection.setblocking(False)
+        task = self._loop.create_task(self._attach(protocol, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _attach(self, protocol: HttpConnection, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except BaseException as error:
+            self._table.remove(protocol)
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+
+    def _pause(self, error: OSError) -> None:
+        """Out of descriptors: close the longest waiting connection and try again a little later."""
+        log.warning("cannot accept connections: %s", error.strerror)
+        self._table.metrics.connections_closed.labels("no_descriptor").inc()
+        for connection in list(self._table.waiting)[:1]:
+            self._table.remove(connection)
+            connection.abort()
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop accepting; connections stay open."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._listener.fileno() >= 0:
+                self._loop.remove_reader(self._listener.fileno())
+
+    async def wait_closed(self) -> None:
+        """Wait for connections that are being set up."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)

@@ -1,0 +1,409 @@
+"""A request's JSON body: read and charged to a budget, then decoded into a struct with errors that name the field.
+
+Names, types and ranges come from the struct (`request_schemas`); this module knows no particular field. The event loop
+must not wait for a large body, so no step holds Python's interpreter lock for long: memory is allocated and returned by
+`mingc.host.large_arrays`, and long strings are cut out before msgspec decodes the rest in one call (it takes 0.4 s for
+100 MB of text on a slow core). Long strings are usually media in base64, which no code needs as a `str`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+import secrets
+import string
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import NoneType
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+
+from mingc.errors import CapacityError, RequestError
+from mingc.host import large_arrays
+from mingc.server.http.field_errors import (
+    explain_malformed,
+    malformed,
+    shorten,
+    too_complex,
+    validation_error,
+)
+from mingc.server.metrics import Metrics
+from mingc.server.options import ServeOptions
+
+# Bodies up to this size are not charged, so that a few large ones never keep an ordinary chat out; their number is
+# bounded by `max_concurrent_requests`.
+FREE_BYTES = 64 * 1024
+LONG_BYTES = 64 * 1024  # longer strings are cut out
+MAX_COMMAS = 1 << 18
+MAX_STRINGS = 4 * MAX_COMMAS
+MAX_DECODED_BYTES = 8 << 20  # of a body without its media
+
+_SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
+_FIRST_SLICE = 1 << 8  # of a search, which doubles them
+_PREFIX = 256
+_CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
+_NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
+_BASE64 = msgspec.json.Decoder(bytes)
+_ESCAPED = {b"\\/": b"/", b"\\n": b"", b"\\r": b"", b"\\t": b""}
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+
+_TYPES = {NoneType: "null", bool: "bool", int: "int", float: "float", list: "array", dict: "object"}
+
+_Body = TypeVar("_Body")
+
+
+class MediaString(str):
+    """A medium as the client sent it: a URL, a path or base64."""
+
+    __slots__ = ()
+
+
+class LongString(MediaString):
+    """The first characters of a long string. `data`: the whole content between the quotes of the body, not decoded."""
+
+    __slots__ = ("data",)
+    data: memoryview
+
+    def __new__(cls, prefix: str, data: memoryview) -> LongString:
+        made = super().__new__(cls, prefix)
+        made.data = data
+        return made
+
+
+class Charge:
+    """Bytes that one request has in memory."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._charged = 0
+
+    def set(self, num_bytes: int) -> None:
+        """Change the charge to `num_bytes`.
+
+        Raises:
+            CapacityError: if that exceeds the budget; the charge is not changed then.
+        """
+        wanted = max(0, num_bytes - FREE_BYTES)
+        self._budget.take(wanted - self._charged)
+        self._charged = wanted
+
+
+class BodyBudget:
+    """Counts the bytes of all bodies together. Call it from the event loop only."""
+
+    def __init__(self, limit: int, metrics: Metrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        self._used = 0
+
+    @contextmanager
+    def charge(self) -> Iterator[Charge]:
+        """A charge of 0 bytes; its final amount is released at the end of the block."""
+        charge = Charge(self)
+        try:
+            yield charge
+        finally:
+            charge.set(0)
+
+    def check(self, num_bytes: int) -> None:
+        """Raise CapacityError if a body of `num_bytes` would exceed the budget now."""
+        if num_bytes > FREE_BYTES and self._used + num_bytes - FREE_BYTES > self._limit:
+            raise CapacityError(
+                f"The bodies of running requests hold {self._used} of {self._limit} bytes; try again later.",
+                code="body_budget_exhausted",
+            )
+
+    def take(self, num_bytes: int) -> None:
+        """Add `num_bytes`, which may be negative. Raises: CapacityError."""
+        if num_bytes > 0:
+            self.check(num_bytes + FREE_BYTES)
+        self._used += num_bytes
+        self._metrics.body_bytes.set(self._used)
+
+
+async def read_body(
+    request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
+) -> memoryview:
+    """The whole body of a JSON request, charged once its first 64 KiB have arrived.
+
+    Raises:
+        RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
+        CapacityError: if the bodies of all requests together would be too large.
+        ClientDisconnect: if the client left before the end.
+    """
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise RequestError(
+            f"Content-Type {shorten(media_type)} is not supported: send 'application/json'.",
+            status=415,
+            code="unsupported_media_type",
+        )
+    header = request.headers.get("content-length", "")
+    declared = int(header) if header.isdecimal() else 0
+    _check_size(declared, options)
+    budget.check(declared)
+    # What is declared is not reserved before it is charged.
+    body = large_arrays.empty(min(declared or FREE_BYTES, FREE_BYTES), np.uint8)
+    size = 0
+    chunks = aiter(request.stream())
+    try:
+        async with asyncio.timeout(options.body_timeout_s) as whole, asyncio.timeout(None) as idle:
+            while True:
+                idle.reschedule(asyncio.get_running_loop().time() + options.body_idle_timeout_s)
+                chunk = await anext(chunks, None)
+                if chunk is None:
+                    return body.data[:size]
+                start, size = size, size + len(chunk)
+                _check_size(size, options)
+                if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
+                    charge.set(max(size, declared))
+                if size > len(body):
+                    capacity = max(declared, 2 * size)
+                    if start <= FREE_BYTES:  # copied faster than it is handed to a thread
+                        body = _grown(body, start, capacity)
+                    else:
+                        body = await asyncio.to_thread(_grown, body, start, capacity)
+                body.data[start:size] = chunk
+    except TimeoutError as error:
+        late = f"The request body did not arrive within {options.body_timeout_s:g} s."
+        stalled = f"Nothing of the request body arrived for {options.body_idle_timeout_s:g} s."
+        raise RequestError(late if whole.expired() else stalled, status=408, code="body_timeout") from error
+
+
+def _grown(body: NDArray[np.uint8], size: int, capacity: int) -> NDArray[np.uint8]:
+    """The first `size` bytes in new memory of `capacity` bytes. NumPy releases Python's lock while it copies."""
+    grown = large_arrays.empty(capacity, np.uint8)
+    np.copyto(grown[:size], body[:size])
+    return grown
+
+
+def _check_size(num_bytes: int, options: ServeOptions) -> None:
+    if num_bytes > options.max_body_bytes:
+        raise RequestError(
+            f"The request body is larger than {options.max_body_bytes} bytes.",
+            status=413,
+            code="body_too_large",
+        )
+
+
+def decode_body(raw: bytes | memoryview, type_: type[_Body]) -> _Body:
+    """Decode a body into a struct. May be called from several threads.
+
+    Fields of the type `MediaString` may be as long as the body: long ones become a `LongString`.
+
+    Raises:
+        RequestError: for anything RFC 8259 does not allow, NaN and Infinity included; for a field that is unknown,
+            missing, of the wrong type or out of range; for more values than any request needs.
+    """
+    raw = memoryview(raw)
+    # Without these limits 100 MB of small values would take seconds and gigabytes.
+    if (num_commas := count_bytes(raw, b",")) > MAX_COMMAS:
+        raise too_complex(f"holds {num_commas} commas; the limit is {MAX_COMMAS}")
+    if len(raw) <= LONG_BYTES:
+        return _decode(bytes(raw), type_, {})
+    body = cut_long_strings(raw)
+    left_out = {body.placeholder(index): string for index, string in enumerate(body.strings)}
+    media: set[str] = set()
+    decoded = _decode(body.join(left_out), type_, left_out, media)
+    if media == left_out.keys():
+        return decoded
+    # The other long strings are texts: decode again with them in place.
+    return _decode(body.join(media), type_, left_out)
+
+
+def _decode(
+    raw: bytes, type_: type[_Body], cut: dict[str, LongString], used: set[str] | None = None
+) -> _Body:
+    """Decode, with the strings of `cut` put back into media fields; adds their placeholders to `used`."""
+
+    def media_string(_: type, value: object) -> MediaString:
+        if not isinstance(value, str):
+            raise ValueError(f"Expected `str`, got `{_TYPES[type(value)]}`")
+        if (found := cut.get(value)) is None:
+            return MediaString(value)
+        if used is not None:
+            used.add(value)
+        return found
+
+    try:
+        return msgspec.json.decode(raw, type=type_, dec_hook=media_string)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error), type_) from error
+    except RecursionError as error:
+        raise malformed("it is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        explain_malformed(raw)
+        raise malformed(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutBody:
+    """A body in parts: its long `strings` without their quotes, and the parts `between` them, one more."""
+
+    strings: tuple[LongString, ...]
+    between: tuple[memoryview, ...]
+
+    def placeholder(self, index: int) -> str:
+        """Text in the place of a string. Begins like the string, because an error may show it."""
+        return f"{self.strings[index]}{_NONCE}{index}"
+
+    def join(self, left_out: Container[str]) -> bytes:
+        """The body with the placeholders of `left_out`, and the other strings in place.
+
+        Raises:
+            RequestError: if that is longer than `MAX_DECODED_BYTES`.
+        """
+        parts: list[bytes | memoryview] = []
+        for index, (before, string_) in enumerate(zip(self.between, self.strings, strict=False)):
+            name = self.placeholder(index)
+            parts += [before, name.encode() if name in left_out else string_.data]
+        parts.append(self.between[-1])
+        if (num_bytes := sum(map(len, parts))) > MAX_DECODED_BYTES:  # before they are copied
+            raise too_complex(f"holds {num_bytes} bytes without its media; the limit is {MAX_DECODED_BYTES}")
+        return b"".join(parts)
+
+
+def cut_long_strings(raw: memoryview) -> CutBody:
+    """Cut the strings of more than 64 KiB out of a body. What is not JSON stays whole from the first fault on.
+
+    Raises:
+        RequestError: if there are more than `MAX_STRINGS`.
+    """
+    between: list[memoryview] = []
+    strings: list[LongString] = []
+    position = copied = count = 0
+    while (start := _find_quote(raw, position)) >= 0:
+        count += 1
+        if count > MAX_STRINGS:
+            raise too_complex(f"holds more than {MAX_STRINGS} strings")
+        end = _string_end(raw, start + 1)
+        if end < 0:
+            break
+        if end - start > LONG_BYTES:
+            strings.append(LongString(_prefix(raw, start + 1), raw[start + 1 : end]))
+            between.append(raw[copied : start + 1])
+            copied = end
+        position = end + 1
+    return CutBody(strings=tuple(strings), between=(*between, raw[copied:]))
+
+
+def _prefix(raw: memoryview, start: int) -> str:
+    """The first characters of a string, up to the first escape sequence; `/` may be escaped."""
+    match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
+    assert match is not None
+    return match[0].decode()
+
+
+def count_bytes(raw: memoryview, byte: bytes) -> int:
+    """How often `byte` occurs; counted in steps."""
+    return sum(bytes(raw[start : start + _SLICE]).count(byte) for start in range(0, len(raw), _SLICE))
+
+
+def _find_quote(raw: memoryview, position: int) -> int:
+    step = _FIRST_SLICE
+    while position < len(raw):
+        if (found := bytes(raw[position : position + step]).find(b'"')) >= 0:
+            return position + found
+        position += step
+        step = min(2 * step, _SLICE)
+    return -1
+
+
+def _string_end(raw: memoryview, position: int) -> int:
+    """The closing quote of a string whose content begins at `position`; -1 if there is none.
+
+    Base64 has no quote before its end, which `find` reaches a hundred times as fast as the pattern. The pattern walks
+    only the step behind an escaped quote, so that a text of escaped quotes does not take a search for each of them.
+    """
+    while (quote := _find_quote(raw, position)) >= 0:
+        if not _is_escaped(raw, position, quote):
+            return quote
+        window = min(quote + 1 + _SLICE, len(raw))
+        match = _CONTENT.match(raw, quote + 1, window)
+        assert match is not None
+        position = match.end()  # a quote, the window's end, or a backslash just before it
+    return -1
+
+
+def _is_escaped(raw: memoryview, start: int, place: int) -> bool:
+    """Whether an odd number of backslashes stands before `place`; none before `start` belongs to them."""
+    end = place
+    while end > start and raw[end - 1] == ord("\\"):
+        step = bytes(raw[max(start, end - _SLICE) : end])
+        end -= len(step) - len(step.rstrip(b"\\"))
+    return (place - end) % 2 == 1
+
+
+def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
+    """The bytes of base64, in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
+    backslash is a fault.
+
+    Raises:
+        binascii.Error: if it is not base64.
+    """
+    # Parts are copied as they come: a list of them would be joined and freed at once.
+    found = large_arrays.empty(-(-len(data) // 4) * 3, np.uint8).data
+    size = 0
+    rest = b""
+    is_padded = False
+    for start in range(0, len(data), _SLICE):
+        is_last = start + _SLICE >= len(data)
+        piece = rest + bytes(data[start : start + _SLICE])
+        rest = b""
+        if not is_padded and (decoded := _decode_plain(piece)) is not None:
+            found[size : size + len(decoded)] = decoded
+            size += len(decoded)
+            is_padded = piece.endswith(b"=")
+            continue
+        if is_escaped and b"\\" in piece:
+            if not is_last and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+                piece, rest = piece[:-1], b"\\"
+            piece = _ESCAPE.sub(_unescape, piece)
+        piece = piece.translate(None, string.whitespace.encode())
+        keep = len(piece) if is_last else len(piece) // 4 * 4
+        piece, rest = piece[:keep], piece[keep:] + rest
+        if piece and is_padded:
+            raise binascii.Error("Excess data after padding")
+        decoded = base64.b64decode(piece, validate=True)
+        found[size : size + len(decoded)] = decoded
+        size += len(decoded)
+        is_padded = is_padded or piece.endswith(b"=")  # a piece may be white space alone
+    return found[:size]
+
+
+def _decode_plain(piece: bytes) -> bytes | None:
+    """The bytes of whole groups of base64 without white space and escapes; None for anything else.
+
+    msgspec decodes three times as fast as `binascii`, but does not say what is wrong.
+    """
+    if b"\\" in piece:
+        return None
+    try:
+        return _BASE64.decode(b'"%b"' % piece)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    if (plain := _ESCAPED.get(match[0])) is None:
+        raise binascii.Error("Only base64 data is allowed")
+    return plain
+
+
+def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
+    """The value of a field that was left undecoded; None if absent or null. A large one stays `raw`."""
+    data = bytes(raw)
+    if len(data) > max_bytes:
+        return raw
+    try:
+        return msgspec.json.decode(data) if data else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw

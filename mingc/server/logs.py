@@ -1,0 +1,183 @@
+"""Logs of a server: text or JSON lines with request ids, a limit on repeated lines, and one line per request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import textwrap
+import time
+import uuid
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, TextIO
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mingc.server.metrics import CLIENT_GONE, Metrics, route_of
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the HTTP request that the current task serves; empty outside of one."""
+
+access_log = logging.getLogger("mingc.access")
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_PROBES = ("/health", "/ready", "/metrics")
+_BURST = 20  # equal lines within one window
+_WINDOW_S = 10.0
+_LINE_CHARACTERS = 4000
+_PATH_CHARACTERS = 200
+# Attributes that a record may have besides its message; `RequestContext` sets them.
+_EXTRA = ("method", "path", "status", "duration_ms", "client")
+
+
+def configure_logging(level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
+    """Send all logs of the process to stderr (or `stream`), with a limit on repeated lines."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    handler.addFilter(RepetitionLimit())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in ("httpx", "httpcore", "asyncio", "uvicorn"):  # httpx logs URLs with their signatures at INFO
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+class TextFormatter(logging.Formatter):
+    """`time level logger [request id] message`; control characters in the message are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = REQUEST_ID.get()
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}"
+        text = f"{head}{f' [{request_id}]' if request_id else ''} {_message(record)}"
+        if record.exc_info is None:
+            return text
+        # Indented: the text of an exception may look like a log line.
+        return f"{text}\n{textwrap.indent(printable(self.formatException(record.exc_info)), '  ')}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        document: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _message(record),
+        }
+        if request_id := REQUEST_ID.get():
+            document["request_id"] = request_id
+        document.update({name: getattr(record, name) for name in _EXTRA if hasattr(record, name)})
+        if record.exc_info is not None:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The message on one line: a client's text can neither start a new line nor send terminal commands."""
+    text = printable(record.getMessage()).replace("\n", "\\n")
+    return text if len(text) <= _LINE_CHARACTERS else text[: _LINE_CHARACTERS - 1] + "…"
+
+
+@dataclass(slots=True)
+class _Window:
+    began: float
+    count: int = 0
+
+
+class RepetitionLimit(logging.Filter):
+    """Drops lines of one kind beyond 20 in 10 s; the first line of the next window reports the number dropped.
+
+    Lines of one kind have the same logger, level and format. Access lines of requests without an error always pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, int, str], _Window] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "status", 500) < 400:
+            return True
+        now = time.monotonic()
+        key = (record.name, record.levelno, str(record.msg)[:_PATH_CHARACTERS])
+        window = self._windows.get(key)
+        if window is None or now - window.began >= _WINDOW_S:
+            if window is not None and window.count > _BURST:
+                record.msg = f"{record.getMessage()} (and {window.count - _BURST} like it before)"
+                record.args = None
+            if window is None and len(self._windows) >= 1000:  # messages that are formatted by their author
+                self._windows.clear()
+            window = self._windows[key] = _Window(now)
+        window.count += 1
+        return window.count <= _BURST
+
+
+class RequestContext:
+    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line and its count."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+        # Not reset at the end: every request has a task, and its last error is logged above this layer.
+        REQUEST_ID.set(request_id)
+        began = time.monotonic()
+        status = CLIENT_GONE
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watch)
+        except Exception:
+            status = "500"  # the layer above answers with it
+            raise
+        finally:
+            self._metrics.count(route_of(scope), status)
+            _log_access(scope, status, time.monotonic() - began)
+
+
+def _log_access(scope: Scope, status: str, seconds: float) -> None:
+    level = logging.DEBUG if status < "400" and route_of(scope) in _PROBES else logging.INFO
+    if not access_log.isEnabledFor(level):
+        return
+    client = scope.get("client")
+    values = {
+        "method": scope["method"],
+        "path": scope["path"][:_PATH_CHARACTERS],
+        "status": int(status),
+        "duration_ms": round(seconds * 1000, 1),
+        "client": client[0] if client else "",
+    }
+    access_log.log(
+        level, "%(method)s %(path)s %(status)d %(duration_ms).1f ms %(client)s", values, extra=values
+    )
+
+
+def printable(text: str) -> str:
+    """`text` with every unprintable character except line breaks escaped.
+
+    These are control characters, which terminals interpret, text-direction marks, and unusual separators.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()

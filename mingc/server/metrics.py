@@ -1,0 +1,323 @@
+"""Prometheus metrics of one server, and their list for the documentation."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import Scope
+
+from mingc import __version__
+from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BETWEEN_TOKENS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STAGE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+# Stages of the time to the first token and the first audio: the moments of `Done.timings_ms` at their ends.
+STAGES = {
+    "preprocess_queue": (None, "preprocessing"),
+    "preprocess": ("preprocessing", "prepared"),
+    "encode": ("prepared", "encoded"),
+    "queue": ("encoded", "prefill"),
+    "prefill": ("prefill", "first_token"),
+    "first_segment": ("first_token", "first_segment"),
+    "first_patch": ("first_segment", "first_audio"),
+}
+# What the engines count, by field of `ServiceLoad`.
+_ENGINE_COUNTERS = {
+    "num_underruns": (
+        "speech_underruns",
+        "Patches of streamed speech that were ready after their playback time, including patches with late text.",
+    ),
+    "prefilled_tokens": ("prefilled_tokens", "Prompt tokens that the thinker has computed."),
+    "reused_tokens": (
+        "prefix_cache_hit_tokens",
+        "Prompt tokens that were not computed, because the prefix cache held their KV pages.",
+    ),
+    "evicted_pages": ("prefix_cache_evicted_pages", "KV pages of the prefix cache given to other requests."),
+    "encoder_hits": (
+        "encoder_cache_hits",
+        "Images, videos and clips that were not encoded, because their embeddings were cached or being computed "
+        "for another request.",
+    ),
+    "encoder_misses": ("encoder_cache_misses", "Images, videos and clips that were encoded."),
+}
+CLIENT_GONE = "499"  # no status was sent, because the client had left
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricInfo:
+    """Description of one metric. `name` is the exported one: counters end in `_total`."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricSample:
+    """One time series at this moment. `is_counter`: it only grows; buckets, sums and counts of histograms do, too."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+    is_counter: bool
+
+
+class Metrics:
+    """Metrics of one server. Call it from the event loop only."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = self._counter(
+            "http_requests",
+            "HTTP requests by route and status; status 499: the client disconnected before an answer.",
+            "route",
+            "status",
+        )
+        self.requests_running = self._gauge(
+            "num_requests_running",
+            "Chat and speech requests inside the server: body being read, queued or generating.",
+        )
+        self._requests_waiting = self._gauge(
+            "num_requests_waiting",
+            "Requests in the queue of an engine: thinker (whole chats; --max-queue) or talker (next speech segment).",
+            "engine",
+        )
+        self._kv_cache_usage = self._gauge(
+            "kv_cache_usage_ratio",
+            "Share of the thinker's KV pages in use, 0 to 1; a chat reserves pages for its prompt and max_tokens.",
+        )
+        self._listeners = self._gauge(
+            "num_listeners",
+            "Streamed answers whose speech is being generated, by state of their playback: starting (nothing sent "
+            "yet), playing, late (everything generated has been played), paused (the client does not read).",
+            "state",
+        )
+        self._memory = self._gauge(
+            "memory_bytes",
+            "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
+            "host the limit of encoder_cache. CPU weights are mapped files. CUDA graphs and contexts are not counted.",
+            "owner",
+            "device",
+        )
+        self.requests_cancelled = self._counter(
+            "requests_cancelled",
+            "Chat and speech requests whose client disconnected before the end.",
+            "route",
+        )
+        self.stream_errors = self._counter(
+            "stream_errors", "Responses that failed after their first bytes were sent.", "route"
+        )
+        self._engine_counters = {name: self._counter(*words) for name, words in _ENGINE_COUNTERS.items()}
+        self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
+        self._cached_pages = self._gauge(
+            "prefix_cache_pages",
+            "KV pages that prompts may reuse: pages of running requests, and free pages whose content is kept.",
+        )
+        self._encoder_cache_bytes = self._gauge(
+            "encoder_cache_bytes",
+            "Host memory of cached embeddings of images, videos and clips (--encoder-cache).",
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._generation_tokens = self._counter(
+            "generation_tokens", "Generated text tokens of finished requests."
+        )
+        self._audio_seconds = self._counter(
+            "generated_audio_seconds", "Seconds of speech generated for finished requests."
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds",
+            "Seconds from the end of the request body to the first text of a chat request.",
+            _LATENCY_S,
+        )
+        self.time_to_first_audio = self._histogram(
+            "time_to_first_audio_seconds",
+            "Seconds from the end of the request body to the first audio of a chat or speech request.",
+            _LATENCY_S,
+        )
+        self._stages = self._histogram(
+            "stage_seconds",
+            "Seconds of the stages of a finished request up to its first text and audio: preprocess_queue (for a "
+            "thread), preprocess (decode and resize media, tokenize), encode, queue (for the thinker), prefill, "
+            "first_segment (of text to speak, from the first token), first_patch (from the segment to its audio).",
+            _STAGE_S,
+            "stage",
+        )
+        self.between_tokens = self._histogram(
+            "inter_token_latency_seconds",
+            "Seconds between two texts of a chat request, as they leave the model.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.request_duration = self._histogram(
+            "request_duration_seconds",
+            "Seconds from the request headers to the end of the response of a chat or speech request.",
+            _DURATION_S,
+            "route",
+        )
+        self.connections = self._gauge("num_connections", "Open connections.")
+        self.connections_closed = self._counter(
+            "connections_closed",
+            "Connections that the server closed early: header_timeout, write_timeout (the client does not read), "
+            "evicted (the longest waiting one, for a new one), refused (--max-connections), no_descriptor.",
+            "reason",
+        )
+        self.body_bytes = self._gauge(
+            "body_bytes",
+            "Bytes of bodies and media that requests hold, without the first 64 KiB of each "
+            "(--max-total-body-bytes).",
+        )
+        build = self._gauge(
+            "build_info", "1; the labels are the versions of mingc and Python.", "version", "python"
+        )
+        build.labels(__version__, platform.python_version()).set(1)
+        ProcessCollector(registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"mingc_{name}", text, labels, registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"mingc_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"mingc_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+    def render(self, load: ServiceLoad) -> bytes:
+        """All metrics in Prometheus' text format, with the load of this moment."""
+        self._set_load(load)
+        return generate_latest(self._registry)
+
+    def samples(self, load: ServiceLoad) -> list[MetricSample]:
+        """All time series, for another exporter, with the load of this moment."""
+        self._set_load(load)
+        return [
+            MetricSample(
+                name=sample.name,
+                labels=tuple(sample.labels.items()),
+                value=sample.value,
+                is_counter=family.type in ("counter", "histogram"),
+            )
+            for family in self._registry.collect()
+            for sample in family.samples
+        ]
+
+    def _set_load(self, load: ServiceLoad) -> None:
+        self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
+        for engine, count in load.num_waiting.items():
+            self._requests_waiting.labels(engine).set(count)
+        for name, counter in self._engine_counters.items():
+            increase = getattr(load, name) - self._counted[name]
+            if increase > 0:  # a load that is not known has zeros
+                counter.inc(increase)
+                self._counted[name] += increase
+        self._cached_pages.set(load.cached_pages)
+        self._encoder_cache_bytes.set(load.encoder_cache_bytes)
+        for state, count in load.listeners.items():
+            self._listeners.labels(state).set(count)
+        for use in load.memory:
+            self._memory.labels(use.owner, use.device).set(use.num_bytes)
+
+    def describe(self) -> list[MetricInfo]:
+        """Name, type, labels and help text of every metric, in the order of `/metrics`."""
+        infos = []
+        for collector in self._registry._collector_to_names:
+            labels: Sequence[str] = getattr(collector, "_labelnames", ())  # the process collector has none
+            for family in collector.collect():
+                suffix = "_total" if family.type == "counter" else ""
+                infos.append(
+                    MetricInfo(
+                        name=family.name + suffix,
+                        type=family.type,
+                        labels=tuple(labels),
+                        help=family.documentation,
+                    )
+                )
+        return infos
+
+    def count(self, route: str, status: str) -> None:
+        self._requests.labels(route, status).inc()
+
+    def count_usage(self, usage: Usage) -> None:
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._generation_tokens.inc(usage.completion_tokens)
+        self._audio_seconds.inc(usage.audio_seconds)
+
+    def observe_stages(self, timings_ms: Mapping[str, float]) -> None:
+        """Record the stages of a finished request from `Done.timings_ms`; a stage that it did not have is left out."""
+        for stage, (begin, end) in STAGES.items():
+            first = 0.0 if begin is None else timings_ms.get(begin)
+            last = timings_ms.get(end)
+            if first is not None and last is not None:
+                self._stages.labels(stage).observe(max(0.0, last - first) / 1e3)
+
+    def timer(self) -> RequestTimer:
+        """A timer of one request, started now."""
+        return RequestTimer(self)
+
+
+def describe_metrics() -> list[MetricInfo]:
+    """Every metric that a server exports; starts no server."""
+    return Metrics().describe()
+
+
+class RequestTimer:
+    """Times the first text, the first audio and the gaps between texts of one request, from its own creation."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
+        self._last_token: float | None = None
+
+    @asynccontextmanager
+    async def measure(self, events: AsyncIterator[Event]) -> AsyncIterator[AsyncIterator[Event]]:
+        """Record metrics of `events`; on exit close the service's iterator, which cancels the request."""
+
+        async def watched() -> AsyncIterator[Event]:
+            async for event in events:
+                self._see(event)
+                yield event
+
+        try:
+            yield watched()
+        finally:
+            close = getattr(events, "aclose", None)  # AsyncIterator does not promise it; generators have it
+            if close is not None:
+                await close()
+
+    def _see(self, event: Event) -> None:
+        now = time.monotonic()
+        if (histogram := self._first.pop(type(event), None)) is not None:
+            histogram.observe(now - self._start)
+        if isinstance(event, TextDelta):
+            if self._last_token is not None:
+                self._metrics.between_tokens.observe(now - self._last_token)
+            self._last_token = now
+        elif isinstance(event, Done):
+            self._metrics.count_usage(event.usage)
+            self._metrics.observe_stages(event.timings_ms)
+
+
+def route_of(scope: Scope) -> str:
+    """The path pattern of the route that matches a request."""
+    app: Starlette = scope["app"]
+    for route in app.routes:
+        if isinstance(route, Route) and route.path_regex.match(scope["path"]):
+            return route.path
+    return "unmatched"

@@ -1,0 +1,136 @@
+"""Options of the HTTP server: address, limits, allowed sources of media.
+
+Engines and memory pools have their own options.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingc.options import BYTES, SECONDS, check, option
+
+_ORIGIN = re.compile(r"https?://[^/\s]+")
+ANY_PUBLIC_HOST = "*"  # entry of `allow_media_hosts`
+_ADDRESS, _ACCESS, _LIMITS, _TIMES, _MEDIA, _END = (
+    "Address", "Access", "Limits of requests", "Timeouts of connections", "Media", "Shutdown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Options of the HTTP server, validated on construction."""
+
+    host: str = option(
+        "127.0.0.1", "--host", metavar="ADDRESS", group=_ADDRESS, help="Address or host name to listen on."
+    )
+    port: int = option(
+        8000, "--port", least=0, most=65535, group=_ADDRESS, help="TCP port; 0 lets the system choose one."
+    )
+    api_key_file: Path | None = option(
+        None, "--api-key-file", group=_ACCESS,
+        help="File of accepted API keys, one per line, reread when it changes; MINGC_API_KEYS adds more (with commas). "
+        "Without keys, none is needed.",
+    )  # fmt: skip
+    has_open_metrics: bool = option(
+        False, "--open-metrics/--no-open-metrics", group=_ACCESS, help="Answer /metrics without an API key."
+    )
+    cors_origins: tuple[str, ...] = option(
+        (), "--cors-origin", repeats=True, metavar="ORIGIN", group=_ACCESS,
+        help="Let pages of this origin call the server; may be given several times; `*`: all.",
+    )  # fmt: skip
+    max_concurrent_requests: int = option(
+        256, "--max-concurrent-requests", least=1, group=_LIMITS,
+        help="Chat and speech requests inside the server (read, queued or generated) before a 503.",
+    )  # fmt: skip
+    max_connections: int | None = option(
+        None, "--max-connections", least=1, group=_LIMITS, shown_default="by `ulimit -n`, at most 4096",
+        help="Open connections; a further one closes the connection that has been idle longest.",
+    )  # fmt: skip
+    max_body_bytes: int = option(
+        128 << 20, "--max-body-bytes", unit=BYTES, least=1, group=_LIMITS, help="Largest request body."
+    )
+    max_total_body_bytes: int = option(
+        512 << 20, "--max-total-body-bytes", unit=BYTES, least=1, group=_LIMITS,
+        help="Bodies and media of all requests together before a 503.",
+    )  # fmt: skip
+    max_speech_characters: int = option(
+        32_768, "--max-speech-characters", least=1, group=_LIMITS, help="Longest `input` of a speech request."
+    )
+    max_instructions_characters: int = option(
+        1000, least=1, help="Longest `instructions` of a speech request."
+    )
+    header_timeout_s: float = option(
+        10.0, "--header-timeout", unit=SECONDS, above=0, group=_TIMES,
+        help="Time for the headers of a request, from the connection or the end of the previous response.",
+    )  # fmt: skip
+    body_timeout_s: float = option(
+        60.0, "--body-timeout", unit=SECONDS, above=0, group=_TIMES, help="Time for the body of a request."
+    )
+    body_idle_timeout_s: float = option(
+        15.0,
+        "--body-idle-timeout",
+        unit=SECONDS,
+        above=0,
+        group=_TIMES,
+        help="Time between two parts of a body.",
+    )
+    write_timeout_s: float = option(
+        60.0, "--write-timeout", unit=SECONDS, above=0, group=_TIMES,
+        help="Time that a client may go without reading its response.",
+    )  # fmt: skip
+    allow_media_hosts: tuple[str, ...] = option(
+        (), "--allow-media-host", repeats=True, metavar="HOST[:PORT]", group=_MEDIA,
+        help="Fetch http(s) media from this host, without PORT from the default port of the scheme only; may be given "
+        "several times. `*`: from every public address.",
+    )  # fmt: skip
+    media_root: Path | None = option(
+        None, "--media-root", group=_MEDIA, help="Read local media under this folder."
+    )
+    max_media_bytes: int = option(
+        96 << 20, "--max-media-bytes", unit=BYTES, least=1, group=_MEDIA,
+        help="Total size of the media files of one request.",
+    )  # fmt: skip
+    media_timeout_s: float = option(
+        30.0, "--media-timeout", unit=SECONDS, above=0, group=_MEDIA,
+        help="Time to fetch one media URL, redirects included.",
+    )  # fmt: skip
+    retry_after_s: int = option(1, unit=SECONDS, least=0, help="`Retry-After` header of a 503.")
+    drain_s: float = option(
+        2.0, "--drain-seconds", unit=SECONDS, least=0, group=_END,
+        help="Time that the port stays open after SIGTERM, while /ready answers 503 and requests are served.",
+    )  # fmt: skip
+    shutdown_timeout_s: float = option(
+        5.0, "--shutdown-timeout", unit=SECONDS, least=0, group=_END,
+        help="Time that running requests may continue after the port is closed or a rank is lost.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        problems = []
+        for host in self.allow_media_hosts:
+            if host != ANY_PUBLIC_HOST and not _is_host_entry(host):
+                problems.append(f"--allow-media-host {host!r}: is not `host`, `host:port` or `*`")
+        if self.media_root is not None and not self.media_root.is_dir():
+            problems.append(f"--media-root {self.media_root}: is not a folder")
+        if self.max_total_body_bytes < self.max_body_bytes:
+            problems.append(
+                f"--max-total-body-bytes {BYTES.text(self.max_total_body_bytes)}: is below --max-body-bytes "
+                f"{BYTES.text(self.max_body_bytes)}"
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                problems.append(f"--cors-origin {origin}: is not `scheme://host[:port]` or `*`")
+        check(self, *problems, where="options of the HTTP server", fix="see `mingc serve --help`")
+
+
+def _is_host_entry(entry: str) -> bool:
+    """Whether `entry` is `name`, `1.2.3.4` or `[::1]`, with an optional `:port`; schemes, paths and `*` are invalid."""
+    name, colon, port = entry.rpartition(":")
+    if not colon or entry.endswith("]"):
+        name, port = entry, "1"
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        return False
+    bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    allowed = set("abcdefghijklmnopqrstuvwxyz0123456789.-_") | (set(":") if bare is not name else set())
+    return bool(bare) and set(bare.lower()) <= allowed

@@ -1,0 +1,54 @@
+"""What is spoken of a streamed answer: its text without the thought, cut into the pieces that the talker speaks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from mingc.text.live import LiveSegment, LiveSegmenter
+from mingc.text.segment import speech_segments
+from mingc.text.stream_filters import ThoughtFilter
+
+_TICK_S = 0.05  # how often to check whether the first segment has waited long enough
+
+
+class SpokenText:
+    """Turns the text deltas of one answer into normalised pieces, one per segment of the talker.
+
+    The pieces are computed while they are iterated over; iterate over one result before the next call.
+
+    Args:
+        max_length: longest piece, in the units of `speech_segments`.
+        is_reproducible: the pieces depend on the text alone. Otherwise the first segment has a maximum wait, too.
+        clock: seconds, for this wait.
+
+    Attributes:
+        tick_s: seconds without a delta after which to call `tick`; None: never.
+    """
+
+    def __init__(
+        self, max_length: int, *, is_reproducible: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.tick_s = None if is_reproducible else _TICK_S
+        self._max_length = max_length
+        self._thoughts = ThoughtFilter()
+        self._segmenter = (
+            LiveSegmenter(clock, first_wait_ms=math.inf) if is_reproducible else LiveSegmenter(clock)
+        )
+
+    def push(self, delta: str) -> Iterator[str]:
+        """The pieces that `delta` completes."""
+        return self._pieces(self._segmenter.push(self._thoughts.push(delta)))
+
+    def tick(self) -> Iterator[str]:
+        """The pieces that have waited long enough."""
+        return self._pieces(self._segmenter.tick())
+
+    def finish(self) -> Iterator[str]:
+        """The remaining pieces, at the end of the answer."""
+        return self._pieces([*self._segmenter.push(self._thoughts.flush()), *self._segmenter.flush()])
+
+    def _pieces(self, segments: Iterable[LiveSegment]) -> Iterator[str]:
+        for segment in segments:
+            yield from speech_segments(segment.text, self._max_length, state=segment.state)
