@@ -74,7 +74,12 @@ def pack_command(
     log = step_logger("pack")
     manifest = open_unchecked(artifact).manifest
     extras = deployment_files(manifest, wheels, model_licence, takes_tensorrt=takes_tensorrt)
-    report = pack(artifact, output, extras, replace_existing=force, log=log)
+
+    def log_file(path: str) -> None:
+        if not path.startswith("bundle/licences/"):  # more than a hundred
+            log(path)
+
+    report = pack(artifact, output, extras, replace_existing=force, log=log_file)
     show(report, as_json=as_json)
     return 0
 

@@ -24,7 +24,9 @@ def step_logger(title: str) -> Callable[[str], None]:
     """Callback that logs each next step as one line, for jobs with an unknown number of steps."""
 
     def log(step: str) -> None:
-        print(f"{title}: {step}", file=sys.stderr, flush=True)
+        # In one piece: several threads may log.
+        sys.stderr.write(f"{title}: {step}\n")
+        sys.stderr.flush()
 
     return log
 

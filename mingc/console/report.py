@@ -98,6 +98,8 @@ def _wrapped(text: str, indent: str, width: int | None) -> str:
     """`text` in lines of `width` that end between words, later ones after `indent`; None: as it is."""
     if width is None:
         return text
+    if len(indent) + max(map(len, text.split()), default=0) > width:
+        indent = "  "
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
         drop_whitespace=True,
