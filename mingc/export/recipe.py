@@ -204,7 +204,7 @@ class ExportRecipe:
         known = _stages()
         chosen: list[tuple[str, Collection[str]]] = [
             (
-                f"{options[field].flag} {getattr(self, field)}",
+                f"{options[field].label} {getattr(self, field)}",
                 [name for name, stage in known.items() if field in stage.options],
             )
             for field in _OF_STAGES

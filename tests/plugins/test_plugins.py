@@ -231,7 +231,7 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
 def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     tmp_path: Path, toy_installed: None
 ) -> None:
-    from mingc.media.task import InProcessDecoder
+    from mingc.media.decoding import InProcessDecoder
     from mingc.prompts.features import AudioFeatures
     from mingc.runtime.service.builder import open_service
 

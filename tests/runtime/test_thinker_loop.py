@@ -34,10 +34,13 @@ from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 FAILING_ID, NAN_ID = 501, 502
 
 
-def ask(loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, **params: Any) -> Collector:
+def ask(
+    loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, is_recorded: bool = False, **params: Any
+) -> Collector:
     collector = Collector()
     sampling = SamplingParams(**{"max_tokens": 9, **params})
-    collector.job = loop.submit(request, sampling, seed, collector.put)  # type: ignore[attr-defined]
+    recorder = collector.recorder if is_recorded else None
+    collector.job = loop.submit(request, sampling, seed, collector.put, recorder=recorder)  # type: ignore[attr-defined]
     return collector
 
 
@@ -108,9 +111,11 @@ def test_a_stop_token_ends_and_is_not_shown(
 ) -> None:
     free = ask(started(make_loop()), PROMPTS[0], max_tokens=20).tokens()
     stop = free[4]
-    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20)
+    collector = ask(started(make_loop(stop_ids=[stop])), PROMPTS[0], max_tokens=20, is_recorded=True)
     assert collector.tokens() == free[: free.index(stop)]
     assert collector.items[-1] == TokenItem(token=None, finish="stop")
+    recorded = [int(logits.argmax()) for logits in collector.recorder.logits]
+    assert recorded == collector.tokens(), "a row for every token, and none for the stop token"
 
 
 @pytest.mark.parametrize("room", [1, 6])

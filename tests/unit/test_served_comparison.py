@@ -624,7 +624,7 @@ def test_an_artifact_is_run_with_each_kind_of_sampling_and_depth(device: str) ->
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     services: list[RightService] = []
 
-    def open_service(root: object, options: object) -> RightService:
+    def open_service(root: object, options: object, *, media: object) -> RightService:
         services.append(RightService())
         return services[-1]
 

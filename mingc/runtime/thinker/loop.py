@@ -292,7 +292,7 @@ class ThinkerLoop(EngineThread):
         )
         try:
             if is_sampled:
-                launched = self.runner.launch_prefill(step, with_logits=self._records_logits(ended))
+                launched = self.runner.launch_prefill(step, with_logits=self._are_recorded(ended))
                 self._add_launched(ended, launched, 0)
                 return None
             logits = self.runner.prefill(step)
@@ -316,7 +316,7 @@ class ThinkerLoop(EngineThread):
         try:
             if launchable:
                 step = self._decode_step(launchable)
-                launched = self.runner.launch_decode(step, with_logits=self._records_logits(launchable))
+                launched = self.runner.launch_decode(step, with_logits=self._are_recorded(launchable))
                 self._add_launched(launchable, launched, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
@@ -350,7 +350,7 @@ class ThinkerLoop(EngineThread):
                 recorded = logits[row] if logits is not None and running.recorder is not None else None
                 self._append_token(request, None if token == NOT_FINITE else token, recorded)
 
-    def _records_logits(self, requests: Sequence[int]) -> bool:
+    def _are_recorded(self, requests: Sequence[int]) -> bool:
         return any(self._requests[request].recorder is not None for request in requests)
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
