@@ -54,15 +54,20 @@ def command(as_json: bool, checkpoint: Path, no_cache: bool, **_: Any) -> int:
 
 def run_export(recipe: ExportRecipe) -> ExportReport:
     """Export with the replay, the recorder and the timer that other packages provide; progress goes to stderr."""
-    from mingc.export.run import export_artifact
+    from mingc.export.plan import plan_export
+    from mingc.export.run import run
     from mingc.probe.engine_trial import time_engines
     from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 
-    step_logger("export")(" ".join([str(recipe.checkpoint), *changed_words(recipe)]))
+    log = step_logger("export")
+    log(" ".join([str(recipe.checkpoint), *changed_words(recipe)]))
+    plan = plan_export(recipe)
+    for line in str(plan).splitlines():
+        log(line)
     with progress("export") as report_step:
-        return export_artifact(
-            recipe,
+        return run(
+            plan,
             run_engine,
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,

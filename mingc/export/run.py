@@ -30,7 +30,7 @@ from mingc.export.assets.voices import VoiceMaker, copy_speaker_network
 from mingc.export.autotune.tuning import autotune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_model import EagerModel
-from mingc.export.plan import ExportPlan, plan_export
+from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe
 from mingc.export.report import ExportReport, report_export
@@ -59,17 +59,6 @@ class Step:
 
 Record = Callable[[Path, Manifest, EagerModel], str]
 """Writes served goldens into the folder of an artifact, answered by the eager model; returns their path in it."""
-
-
-def export_artifact(
-    recipe: ExportRecipe,
-    replay: Replay,
-    progress: Callable[[Step], None],
-    record: Record | None = None,
-    timer: Timer | None = None,
-) -> ExportReport:
-    """Plan an export and run it; arguments and errors are those of `plan_export` and `run`."""
-    return run(plan_export(recipe), replay, progress, record, timer)
 
 
 def run(

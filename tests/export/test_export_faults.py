@@ -20,8 +20,9 @@ import mingc
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.plan import plan_export
 from mingc.export.recipe import ExportRecipe
-from mingc.export.run import Step, export_artifact
+from mingc.export.run import Step, run
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
 from mingc.verify.engine_run import run_engine
@@ -172,7 +173,7 @@ def test_what_concerns_no_stage_to_be_built_is_refused_before_anything_is_writte
         checkpoint=_TINY, output=tmp_path / "out", stages=tuple(stages.split(",")), **options
     )
     with pytest.raises(ConfigError, match=says):
-        export_artifact(recipe, run_engine, print)
+        run(plan_export(recipe), run_engine, print)
     assert not list(tmp_path.iterdir())
 
 
@@ -200,7 +201,7 @@ def test_a_target_that_is_not_here_is_refused_before_anything_is_written(
         checkpoint=_TINY, output=tmp_path / "out", target="cuda", dtype="bfloat16", synthetic=synthetic
     )
     with pytest.raises(ConfigError, match="no CUDA device"):
-        export_artifact(recipe, run_engine, print)
+        run(plan_export(recipe), run_engine, print)
     assert not list(tmp_path.iterdir())
 
 
@@ -208,7 +209,7 @@ def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_written(tm
     (tmp_path / "file").touch()
     recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out", cache=tmp_path / "file" / "cache")
     with pytest.raises(ConfigError, match="is not a writable folder") as caught:
-        export_artifact(recipe, run_engine, print)
+        run(plan_export(recipe), run_engine, print)
     assert caught.value.where == "--cache"
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
@@ -258,7 +259,7 @@ def test_tokenizers_are_read_before_anything_is_built(
     recipe = ExportRecipe(checkpoint=checkpoint, output=tmp_path / "out", stages=("thinker", "talker"))
     steps: list[object] = []
     with pytest.raises(CheckpointError, match=says) as caught:
-        export_artifact(recipe, run_engine, steps.append)
+        run(plan_export(recipe), run_engine, steps.append)
     assert caught.value.where == str(checkpoint / file)
     assert steps == [] and list(tmp_path.iterdir()) == [checkpoint]
 
@@ -273,6 +274,6 @@ def test_voices_are_registered_before_anything_is_built(tmp_path: Path) -> None:
     )
     steps: list[Step] = []
     with pytest.raises(CheckpointError, match="the voice's wave cannot be read"):
-        export_artifact(recipe, run_engine, steps.append)
+        run(plan_export(recipe), run_engine, steps.append)
     assert {step.name for step in steps} <= {"voice"}
     assert list(tmp_path.iterdir()) == [checkpoint]

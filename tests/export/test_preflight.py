@@ -13,9 +13,10 @@ from safetensors import safe_open
 from mingc.errors import ConfigError
 from mingc.export import preflight
 from mingc.export.checkpoint import open_checkpoint
+from mingc.export.plan import plan_export
 from mingc.export.preflight import check_space, resolve_target
 from mingc.export.recipe import ExportRecipe
-from mingc.export.run import export_artifact
+from mingc.export.run import run
 from mingc.export.stages import find
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ def test_an_export_onto_a_full_disk_ends_before_its_first_step(
     steps: list[object] = []
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out")
     with pytest.raises(ConfigError, match="1 MiB free"):
-        export_artifact(recipe, None, steps.append)  # type: ignore[arg-type]
+        run(plan_export(recipe), None, steps.append)  # type: ignore[arg-type]
     assert not steps and not list(tmp_path.iterdir())
 
 

@@ -42,7 +42,7 @@ def parts(checkpoint: Checkpoint) -> dict[str, Part]:
 
 def test_tensors_have_the_shapes_of_the_checkpoint(synthetic: Checkpoint) -> None:
     stages = list(discover().values())
-    check_coverage(synthetic, stages, {stage.name: stage.config(synthetic) for stage in stages})
+    check_coverage(synthetic, {stage.name: stage.config(synthetic) for stage in stages}, stages)
     real = parts(open_checkpoint(TINY))
     assert set(parts(synthetic)) == set(real)
     for name, part in parts(synthetic).items():

@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 import mingc
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import open_checkpoint
+from mingc.export.plan import plan_export
 from mingc.export.process_pool import worker_pool
 from mingc.export.recipe import ExportRecipe
-from mingc.export.run import Step, export_artifact
+from mingc.export.run import Step, run
 from mingc.export.source import open_source
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
@@ -132,7 +133,7 @@ def test_a_missing_weight_of_a_rank_is_reported_and_nothing_is_left(
         checkpoint=checkpoint, output=tmp_path / "out", stages=("thinker",), world_size=_RANKS, jobs=2
     )
     with pytest.raises(CheckpointError) as caught:
-        export_artifact(recipe, run_engine, progress)
+        run(plan_export(recipe), run_engine, progress)
     assert caught.value.message == f"tensor {lost[0]} is missing"
     assert caught.value.where == f"main: {checkpoint}"
     assert ("weights", "thinker.rank1") not in steps and "check" not in dict(steps)

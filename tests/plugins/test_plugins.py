@@ -210,8 +210,9 @@ def test_a_stage_that_cannot_be_used_is_refused(
 def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     toy_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mingc.export.plan import plan_export
     from mingc.export.recipe import ExportRecipe
-    from mingc.export.run import export_artifact
+    from mingc.export.run import run
 
     stage = importlib.import_module("toy_filter")
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out", stages=("toy_filter",))
@@ -222,7 +223,7 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     ):
         monkeypatch.setattr(stage.ToyFilterStage, "parameters", lambda *_, wrong=wrong: wrong)
         with pytest.raises(ExportError, match="parameters of toy_filter are not a dataclass of JSON values"):
-            export_artifact(recipe, lambda *_: [], lambda step: None)
+            run(plan_export(recipe), lambda *_: [], lambda step: None)
     assert not (tmp_path / "out").exists()
 
 

@@ -32,6 +32,7 @@ from mingc.commands import export as export_command
 from mingc.commands import probe as probe_command
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
+from mingc.export import plan as export_plan
 from mingc.export import run as export_run
 from mingc.export.recipe import ExportRecipe
 from mingc.export.run import Step
@@ -623,23 +624,29 @@ def test_an_export_replays_records_and_reports_its_steps(
 ) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def export_artifact(
-        recipe: ExportRecipe,
+    def run_plan(
+        plan: SimpleNamespace,
         replay: object,
         progress: Callable[[Step], None],
         record: object,
         timer: object,
     ) -> Result:
-        asked.append((recipe.output, replay, record, timer))
+        asked.append((plan.recipe.output, replay, record, timer))
         progress(Step(name="engine", subject="cfm.sample", done=0, total=2, seconds=None))
         progress(Step(name="engine", subject="cfm.sample", done=1, total=2, seconds=3.25))
         return Result()
 
-    monkeypatch.setattr(export_run, "export_artifact", export_artifact)
+    class Plan(SimpleNamespace):
+        def __str__(self) -> str:
+            return "y, for cpu: 1 engines, 1 at a time\nvoices: none"
+
+    monkeypatch.setattr(export_plan, "plan_export", lambda recipe: Plan(recipe=recipe))
+    monkeypatch.setattr(export_run, "run", run_plan)
     assert run("export", "x", "--output", "y", "--json") == 0
     assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
+    assert "export: y, for cpu: 1 engines, 1 at a time" in err.splitlines() and "export: voices: none" in err
     assert err.startswith("export: x --output y --cache ") and "--jobs" not in err, (
         "only what is not the default"
     )
