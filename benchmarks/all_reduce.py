@@ -1,9 +1,9 @@
 """Time of a bfloat16 all-reduce in a CUDA graph, 8 KiB to 32 MiB, 2 to 8 GPUs: NCCL, one-shot and two-shot kernels.
 
 One-shot, up to 4 MiB: every rank reads the tensors of all ranks. Two-shot, from 128 KiB: every rank sums a share, then
-all read the sums; its time includes the copy into symmetric memory, and a message is split into at most so many
-concurrent lanes. One process per GPU, started by this script. A figure is the slowest rank's median over replays of a
-graph of 20 calls.
+all read the sums; its time includes the copy into symmetric memory. Lanes run concurrently, each on a part of the
+message. One process per GPU, started by this script. A figure is the slowest rank's median over replays of a graph of
+20 calls.
 
     python benchmarks/all_reduce.py --ranks 2,4,8 --json benchmarks/results/all-reduce-h200-….json
 """

@@ -1,20 +1,16 @@
-"""Engines of TensorRT, or of `--backend`, on one GPU: served, beside AOTInductor and plain torch, and tried by `auto`.
+"""Engines of TensorRT, or of `--backend`, on one GPU: compared with AOTInductor and plain torch, and tried by `auto`.
 
-    python benchmarks/backend_engines.py --output DIR [--parts tiny,released,auto] [--limit SECONDS] [--commit HASH]
+    python benchmarks/backend_engines.py --output DIR [--parts released,auto] [--limit SECONDS] [--commit HASH]
 
 Parts, in the order given:
 
-`tiny`      the tiny checkpoint is exported with the thinker by AOTInductor and `--stages` by the backend, served
-            with `--engines`, asked for speech and for spoken chats with and without media, and verified. The server
-            reports which compilers and libraries it has loaded.
 `released`  graphs of the released dims with random weights, `--layers` layers of each transformer, at one or more
-            buckets: built by both backends through the export's own code, compared with float32 by the rule of an
-            export, and timed in turns as CUDA graphs. Two more cases ask whether the float32 of TensorRT is TF32.
-`auto`      `export --backend auto` of the speech stages of the tiny checkpoint: the times it chose from.
+            buckets. Both backends build them through the export's own code. Errors follow the rule of an export; times
+            are taken in turns, as CUDA graphs. Two more cases ask whether the float32 of TensorRT is TF32.
+`auto`      `export --backend auto` of the speech stages of the tiny checkpoint, with the times it chose from.
 
-Everything slow is a process with a limit of its own, so that one that fails, crashes or hangs leaves the others, and
-`results.json` in DIR is written anew after each. With a commit, `result.json` beside it is the result file. Nothing is
-patched: what is measured is what an export and a server run.
+Every slow step is a process with its own limit, so that a step that fails, crashes or hangs leaves the others. After
+each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched.
 
 `--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes the ONNX
 models of the part `released` on a CPU, and nothing else.
@@ -23,7 +19,6 @@ models of the part `released` on a CPU, and nothing else.
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime
 import fcntl
 import json
@@ -34,26 +29,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
-import wave
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from arguments import seconds, whole, wholes
-from part_driver import ROOT, Driver, Running, python_path, write_whole
+from part_driver import ROOT, Driver, Running, write_whole
 
-PARTS = {"tiny": 5.0, "released": 5.0, "auto": 3.0}
+PARTS = {"released": 5.0, "auto": 3.0}
 """Names of parts, and their shares of the time."""
 SPEECH = ("talker", "cfm", "audio_vae")
-ENCODERS = ("vision_encoder", "audio_encoder")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 _PACKAGES = {
     "torch": ("torch",),
@@ -63,17 +51,6 @@ _PACKAGES = {
     "onnxscript": ("onnxscript",),
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
-_WATCHED = (
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.onnx",
-    "torch_tensorrt",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "mingc.export",
-    "tensorrt_rtx_bindings",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +178,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     from mingc.export.checkpoint import open_checkpoint
     from mingc.export.stage import Shard, StageOptions
     from mingc.export.stages import find
-    from mingc.export.weights.synthetic import open_synthetic
+    from mingc.export.synthetic.checkpoint import open_synthetic
 
     stage_name, _, graph = case.graph.partition(".")
     stage = find(stage_name)
@@ -218,8 +195,8 @@ def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool
     import torch
 
     from mingc.export.compile.backends import find_backend
-    from mingc.export.compile.build import trace_graph
     from mingc.export.compile.onnx_program import to_onnx
+    from mingc.export.compile.trace import trace_graph
 
     device = "cpu" if dry else target
     started = time.perf_counter()
@@ -367,158 +344,6 @@ def clocks() -> str:
         return str(error)
 
 
-def watch_modules(path: Path) -> None:
-    """Write which compilers and TensorRT libraries this process has loaded, twice a second."""
-    while True:
-        modules = [each for each in _WATCHED if each in sys.modules]
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-        libraries = sorted({*re.findall(r"/([\w.+-]*(?:nvinfer|tensorrt|torchtrt)[\w.+-]*)\n", maps)})
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"modules": modules, "libraries": libraries}), encoding="utf-8")
-        partial.rename(path)
-        time.sleep(0.5)
-
-
-def run_server(words: list[str], report: Path) -> None:
-    """`mingc serve` in this process, which reports what it has loaded."""
-    threading.Thread(target=watch_modules, args=(report,), daemon=True).start()
-    from mingc.cli import main as command
-
-    command(["serve", *words])
-
-
-def post(url: str, path: str, body: Mapping[str, Any]) -> tuple[bytes, float]:
-    """The content of an answer and its seconds. Raises: RuntimeError with the server's message."""
-    request = urllib.request.Request(
-        f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    started = time.perf_counter()
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            content = answer.read()
-    except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{path}: {error.code}: {error.read()[:600].decode(errors='replace')}") from error
-    return content, time.perf_counter() - started
-
-
-def image_url() -> str:
-    """A PNG of 64 by 64 pixels as a data URL: red grows to the right, green downwards."""
-    size = 64
-    rows = b"".join(
-        b"\0" + bytes(byte for x in range(size) for byte in (4 * x, 4 * y, 128)) for y in range(size)
-    )
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        body = kind + content
-        return len(content).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
-
-    header = size.to_bytes(4, "big") * 2 + bytes((8, 2, 0, 0, 0))
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows))
-    return "data:image/png;base64," + base64.b64encode(png + chunk(b"IEND", b"")).decode()
-
-
-def sound() -> str:
-    """One second of a rising tone at 16 kHz as WAV in base64."""
-    import math
-
-    content = BytesIO()
-    with wave.open(content, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16000)
-        tones = (int(9000 * math.sin(6e-6 * n * n + 0.1 * n)) for n in range(16000))
-        file.writeframes(b"".join(each.to_bytes(2, "little", signed=True) for each in tones))
-    return base64.b64encode(content.getvalue()).decode()
-
-
-def requests_of(stages: tuple[str, ...]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Path and body of the requests to a server of `stages`, by name."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {
-        "speech": ("/v1/audio/speech", {"input": "Hello there.", "response_format": "pcm", "seed": 5})
-    }
-    if "thinker" not in stages:
-        return found
-    spoken = {
-        "modalities": ["text", "audio"],
-        "audio": {"format": "pcm16", "max_steps": 8},
-        "max_tokens": 12,
-        "seed": 3,
-    }
-    path = "/v1/chat/completions"
-    found["spoken_chat"] = path, {"messages": [{"role": "user", "content": "Speak."}], **spoken}
-    parts: list[dict[str, Any]] = []
-    if "vision_encoder" in stages:
-        parts.append({"type": "image_url", "image_url": {"url": image_url()}})
-    if "audio_encoder" in stages:
-        parts.append({"type": "input_audio", "input_audio": {"data": sound(), "format": "wav"}})
-    if parts:
-        asked = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
-        found["spoken_chat_of_media"] = path, {"messages": asked, **spoken}
-    return found
-
-
-def serve_and_ask(artifact: Path, folder: Path, stages: tuple[str, ...], backend: str) -> dict[str, Any]:
-    """Serve `artifact` with the engines of `backend` where it has some, ask once each, and stop."""
-    report = folder / "modules.json"
-    engines = ",".join(f"{each}={backend}" for each in stages if each != "thinker")
-    words = [str(artifact), "--port", "0", "--drain-seconds", "0", "--engines", engines, "--json"]
-    command = [sys.executable, "-u", "-W", "ignore", __file__, "--part", "server", "--report", str(report)]
-    started = time.perf_counter()
-    row: dict[str, Any] = {"engines": engines, "answers": {}}
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(
-            [*command, "--", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, "PYTHONPATH": python_path()},
-        )
-        assert server.stdout is not None
-        try:
-            line = server.stdout.readline()
-            if not line:
-                text = (folder / "server.log").read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"the server ended with {server.wait(60)}: {text[-2500:]}")
-            row["start_s"] = round(time.perf_counter() - started, 1)
-            ready = json.loads(line)
-            row["startup_s"] = ready["startup_s"]
-            for name, (path, body) in requests_of(stages).items():
-                try:
-                    row["answers"][name] = answer_row(name, *post(ready["url"], path, body))
-                except (RuntimeError, OSError, ValueError, KeyError) as error:
-                    row["answers"][name] = {"error": str(error)[:1500]}
-            time.sleep(1.2)  # two more reports of the server
-            row["loaded"] = json.loads(report.read_text(encoding="utf-8"))
-        finally:
-            server.terminate()
-            try:
-                row["exit"] = server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                row["exit"] = server.wait()
-            server.stdout.close()
-    return row
-
-
-def answer_row(name: str, content: bytes, elapsed: float) -> dict[str, Any]:
-    """Text and length of speech of an answer; 16-bit samples."""
-    if name == "speech":
-        audio, text = content, None
-    else:
-        message = json.loads(content)["choices"][0]["message"]
-        text = message.get("content")
-        audio = base64.b64decode((message.get("audio") or {}).get("data") or "")
-    samples = [
-        int.from_bytes(audio[at : at + 2], "little", signed=True) for at in range(0, len(audio) - 1, 2)
-    ]
-    return {
-        "s": round(elapsed, 3),
-        "text": text,
-        "samples": len(samples),
-        "loudest": max(map(abs, samples), default=0),
-    }
-
-
 def document(results: Mapping[str, Any], commit: str, command: list[str]) -> dict[str, Any]:
     """The result file of what is known so far."""
     machine = results.get("machine", {})
@@ -546,11 +371,9 @@ def figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows.append(_build_row(case, backend, found))
         elif kind == "measure":
             rows += _measure_rows(case, found)
-        elif kind == "tiny" and case == "serve":
-            rows += _served_rows(found)
         elif kind == "auto" and case == "export":
             rows += found.get("times", [])
-        if kind in ("tiny", "auto") and "exit" in found and case != "serve":
+        if kind == "auto" and "exit" in found:
             rows.append(_command_row(name, found))
     return rows
 
@@ -581,23 +404,6 @@ def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _served_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if "answers" not in found:
-        return [{"name": "served", "median": None, "refused": found.get("log") or found.get("exit"), "n": 0}]
-    rows: list[dict[str, Any]] = [
-        {"name": "served", "case": name, "engines": found["engines"], "median": each.get("s"), "n": 1,
-         "unit": "s", **{key: each[key] for key in ("text", "samples", "loudest", "error") if key in each}}
-        for name, each in found["answers"].items()
-    ]  # fmt: skip
-    if "start_s" in found:
-        rows.append({"name": "server_start_s", "median": found["start_s"], "n": 1, "unit": "s"})
-    if "loaded" in found:
-        rows.append(
-            {"name": "loaded_by_server", "median": len(found["loaded"]["modules"]), "n": 1, **found["loaded"]}
-        )
-    return rows
-
-
 def _command_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     made = found.get("document") or {}
     kept = ("seconds", "passed", "checked", "failed", "notes")
@@ -606,46 +412,19 @@ def _command_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{key: made[key] for key in kept if key in made}, **problem}
 
 
-def export_words(
-    given: argparse.Namespace, artifact: Path, stages: tuple[str, ...], *backends: str
-) -> list[str]:
-    """The command that exports the tiny checkpoint; plans and engines are shared by the parts of a run."""
+def export_words(given: argparse.Namespace, artifact: Path) -> list[str]:
+    """The command that exports the speech stages of the tiny checkpoint with `--backend auto`."""
     words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "export", "tests/data/tiny-ming", "--json"]
-    for each in backends:
-        words += ["--backend", each]
-    words += ["--target", given.target, "--dtype", given.dtype, "--stages", ",".join(stages)]
-    words += ["--batch-sizes", ",".join(map(str, given.batch_sizes)), "--prefill-chunk-size", "64"]
-    words += ["--max-model-len", "256"] if "thinker" in stages else []
+    words += ["--backend", "auto", "--target", given.target, "--dtype", given.dtype]
+    words += ["--stages", ",".join(SPEECH), "--prefill-chunk-size", "64"]
+    words += ["--batch-sizes", ",".join(map(str, given.batch_sizes))]
     words += ["--jobs", str(given.jobs), "--cache", str(given.folder / "cache"), "--force"]
     return [*words, "--output", str(artifact)]
 
 
-def run_tiny(driver: Driver, given: argparse.Namespace, end: float) -> None:
-    """Export, serve and verify the tiny checkpoint with engines of the backend for all stages but the thinker."""
-    stages = tuple(each for each in (*ENCODERS, *SPEECH) if each in given.stages)
-    every = ("thinker", *stages)
-    artifact = given.folder / "tiny"
-
-    def left() -> float:
-        return end - time.monotonic()
-
-    words = export_words(given, artifact, every, "aoti", f"{given.backend}:{','.join(stages)}")
-    made = driver.finish(driver.start("tiny-export", words, left()))
-    if made.get("exit") != 0:
-        return
-    asked = ["--part", "serve", "--artifact", str(artifact), "--stages", ",".join(every)]
-    driver.finish(driver.start("tiny-serve", driver.part(*asked, "--backend", given.backend), left()))
-    # The ids that the official code chose are those of float32, and it answered two requests at once.
-    has_reference = given.dtype == "float32" and max(given.batch_sizes) > 1
-    check = ("mingc", "verify", str(artifact), "--json")
-    if has_reference:
-        check = ("conformance", str(artifact), "--reference", "tests/data", "--json", "-")
-    verify(driver, "tiny-verify", left(), *check)
-
-
-def verify(driver: Driver, name: str, limit: float, *module: str) -> None:
-    """Run `python -m MODULE…`, and keep only the comparisons that failed: there are thousands."""
-    words = [sys.executable, "-u", "-W", "ignore", "-m", *module]
+def verify(driver: Driver, name: str, artifact: Path, limit: float) -> None:
+    """Run `mingc verify`, and keep the comparisons that failed, of thousands."""
+    words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "verify", str(artifact), "--json"]
     checked = driver.finish(driver.start(name, words, limit))
     if "document" in checked:
         report = checked["document"]
@@ -708,13 +487,12 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
 def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
     """Let an export choose between all backends that are installed, and keep the times that it chose from."""
     artifact = given.folder / "auto"
-    stages = tuple(each for each in SPEECH if each in given.stages)
-    words = export_words(given, artifact, stages, "auto")
+    words = export_words(given, artifact)
     made = driver.finish(driver.start("auto-export", words, end - time.monotonic()))
     if made.get("exit") == 0:
         manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
         driver.keep("auto-export", {**made, "times": trial_rows(manifest)})
-        verify(driver, "auto-verify", end - time.monotonic(), "mingc", "verify", str(artifact), "--json")
+        verify(driver, "auto-verify", artifact, end - time.monotonic())
 
 
 def trial_rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -756,7 +534,7 @@ def drive(given: argparse.Namespace) -> None:
     driver.keep(
         "machine", {"gpu": clocks(), "cpus": os.cpu_count(), "versions": versions(), "commit": commit}
     )
-    runs = {"tiny": run_tiny, "released": run_released, "auto": run_auto}
+    runs = {"released": run_released, "auto": run_auto}
     parts = ("released",) if given.dry_run else given.parts
     try:
         for index, part in enumerate(parts):
@@ -808,7 +586,7 @@ def _listed(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     return read
 
 
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -820,11 +598,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--layers", type=whole(0, 64), default=4, help="of each transformer; 0: as released")
     parser.add_argument("--sizes", type=whole(1, len(SIZES)), default=2, help="sizes of a graph")
     parser.add_argument("--cases", type=lambda text: tuple(filter(None, text.split(","))), default=())
-    parser.add_argument(
-        "--stages",
-        type=_listed(("thinker", *ENCODERS, *SPEECH)),
-        help="of the tiny checkpoint; default: all but the thinker, and but those that TensorRT refuses",
-    )
     parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the tiny checkpoint")
@@ -832,44 +605,30 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-backend-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
-    for name in ("--part", "--case", "--artifact", "--report"):  # of the processes that this one starts
+    for name in ("--part", "--case"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
-    words, rest = sys.argv[1:], []
-    if "--" in words:
-        rest = words[words.index("--") + 1 :]
-        words = words[: words.index("--")]
-    given = parser.parse_args(words)
+    given = parser.parse_args()
     if given.part is None and given.output is None:
         parser.error("--output is needed")
     given.dtype = given.dtype or ("bfloat16" if given.target == "cuda" else "float32")
-    if given.stages is None:
-        refused = ("vision_encoder",) if given.target == "cuda" and given.backend == "tensorrt" else ()
-        given.stages = tuple(each for each in (*ENCODERS, *SPEECH) if each not in refused)
-    return given, rest
+    return given
 
 
 def main() -> None:
     sys.path[:0] = [str(ROOT)]
-    given, rest = parse_args()
-    if given.part == "server":
-        run_server(rest, Path(given.report))
-        return
+    given = parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.part is None:
         drive(given)
         return
-    if given.part == "serve":
-        name = "tiny-serve"
-        found = serve_and_ask(Path(given.artifact), given.folder, given.stages, given.backend)
+    every = cases_of(given.layers, given.sizes, dtype=given.dtype)
+    (case,) = [each for each in every if each.name == given.case]
+    if given.part == "build":
+        name = f"build-{case.name}.{given.backend}"
+        found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
     else:
-        every = cases_of(given.layers, given.sizes, dtype=given.dtype)
-        (case,) = [each for each in every if each.name == given.case]
-        if given.part == "build":
-            name = f"build-{case.name}.{given.backend}"
-            found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
-        else:
-            name = f"measure-{case.name}"
-            found = measure(case, given.folder, tuple(given.backend.split(",")), given.target)
+        name = f"measure-{case.name}"
+        found = measure(case, given.folder, tuple(given.backend.split(",")), given.target)
     write_whole(given.folder / f"{name}.json", found)
 
 

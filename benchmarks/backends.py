@@ -2,12 +2,12 @@
 
     python benchmarks/backends.py AOTI_ARTIFACT ONNX_ARTIFACT --json benchmarks/results/backends-cpu.json
 
-Every graph is loaded and run on the inputs of its golden. Artifacts that hold it take turns, so that a change of the
-machine's load reaches all of them. Of each graph and backend: bytes of the engine, seconds of compilation and error at
-export (both from the manifest), milliseconds to load the engine, and of a run, also as a ratio to the first artifact's.
-Then new processes, in turns as well, each load all engines of one artifact and run every graph once: seconds from the
-start of the interpreter until all are loaded, and memory that files back (weights are mapped) or not. Times on a shared
-machine are for comparison with each other.
+Every graph is loaded and run on the inputs of its golden. The artifacts take turns, so that a change of the
+machine's load reaches all of them. Figures of a graph and backend: bytes of the engine, seconds of compilation and
+error at export (from the manifest), milliseconds to load and to run the engine, and the ratio to the first
+artifact's. Then new processes, in turns as well, each load all engines of one artifact and run every graph once:
+seconds from the start of the interpreter until all are loaded, and memory that files back (weights are mapped) or
+not. On a shared machine only ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Candidate:
 
 
 def compare(artifacts: list[Artifact], loads: int, runs: int) -> list[dict[str, Any]]:
-    """Figures of every graph, of each artifact that holds it."""
+    """Figures of every graph in every artifact."""
     names = {
         (stage, graph): None
         for artifact in artifacts
@@ -111,7 +111,7 @@ def compare(artifacts: list[Artifact], loads: int, runs: int) -> list[dict[str, 
 
 
 def load_all(artifact: Artifact, started: float) -> dict[str, Any]:
-    """Load every stage and run every graph on its golden; what that took of this process, which began at `started`."""
+    """Load every stage and run every graph on its golden. Returns seconds since `started`, and memory."""
     imported = time.time()
     stages = {name: load_stage(artifact, name, CPU) for name in artifact.manifest.stages}
     loaded = time.time()
@@ -143,7 +143,7 @@ def memory_kib() -> dict[str, int]:
 
 
 def compare_processes(artifacts: list[Artifact], count: int) -> list[dict[str, Any]]:
-    """Medians of `count` processes per artifact, and their ratios to those of the first artifact."""
+    """Medians of `count` processes per artifact, and ratios to the first artifact."""
     found: list[list[dict[str, Any]]] = [[] for _ in artifacts]
     for _ in range(count):
         for artifact, of_artifact in zip(artifacts, found, strict=True):

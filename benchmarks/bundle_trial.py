@@ -5,13 +5,13 @@
     python benchmarks/bundle_trial.py --parts export --config released --layers 3 --stages thinker --dtype bfloat16 \
         --json FILE
 
-The bundle is ARTIFACT (an artifact that serves on this machine) with weights files of random bytes added, which nothing
-reads but which are hashed and packed like any others. Each figure is one run. Needs twice the size in disk space.
+The bundle is ARTIFACT (which must serve on this machine) with added weights files of random bytes. No engine reads
+them, but they are hashed and packed like others. Each figure is one run. Needs twice the size in disk space.
 
-Kills: each time the command is killed (SIGKILL) at a random moment, what it left is looked at, the same command runs to
-its end, and its result is verified. The bytes that both runs wrote, less those of a run in peace, are the work redone.
-An export is killed at successive moments with one engine cache; there the seconds of all runs are compared with those
-of one in peace, which every start of Python and torch counts for as well.
+Kills: the script kills the command (SIGKILL) at a random moment, looks at what it left, runs the same command to its
+end, and verifies the result. Work redone: the bytes that both runs wrote, less the bytes of an uninterrupted run. An
+export is killed at successive moments with one engine cache; its work redone is in seconds and includes every start
+of Python and torch.
 
 Export: a random checkpoint (`mingc synth`) is exported without the cache; the memory of its process tree is sampled
 (PSS: shared pages count once) and compared with the largest weights file that it wrote, with and without pages of
@@ -155,7 +155,7 @@ def measure(artifact: Path, folder: Path, size: int, note: Note) -> None:
 
 
 def kill_bundles(artifact: Path, folder: Path, size: int, kills: int, note: Note) -> None:
-    """Kill pack and unpack; whatever they ever leave under the name of the result is verified."""
+    """Kill pack and unpack, and verify every file that appears under the name of the result."""
     source, bundle, out = folder / "artifact", folder / "killed.mingc", folder / "killed"
     note("killed_bytes", _enlarge(artifact, source, size), "bytes of the artifact")
     for name, words, target in (
@@ -170,7 +170,7 @@ def kill_bundles(artifact: Path, folder: Path, size: int, kills: int, note: Note
         complete = 0
         while len(redone) < kills:
             _remove(target)
-            _timed("bundle", "prune", folder)  # or an unpack would link what the last one left in the store
+            _timed("bundle", "prune", folder)  # else unpack links what the last one left in the store
             process = _start(*words)
             try:
                 process.wait(chosen.uniform(0.1, 0.9) * seconds)
@@ -182,7 +182,7 @@ def kill_bundles(artifact: Path, folder: Path, size: int, kills: int, note: Note
             if target.exists():
                 _timed("verify", target, "--no-replay")
                 complete += 1
-                seconds *= 0.8  # the first run was slower, with nothing of its input in memory
+                seconds *= 0.8  # the first run is slower: its input is not in the page cache
                 continue
             written += _finished(words, target)
             _timed("verify", target, "--no-replay")
@@ -201,7 +201,7 @@ def kill_bundles(artifact: Path, folder: Path, size: int, kills: int, note: Note
 
 
 def kill_export(folder: Path, stages: str, kills: int, note: Note) -> None:
-    """Kill an export of the tiny checkpoint at successive moments, each going on with the cache of those before."""
+    """Kill an export of the tiny checkpoint at successive moments. All runs share one cache."""
     checkpoint, output = _ROOT / "tests" / "data" / "tiny-ming", folder / "exported"
 
     def words(cache: str) -> list[Any]:
@@ -288,7 +288,7 @@ def measure_export(
 
 
 def _tree_bytes(pid: int) -> tuple[int, int]:
-    """PSS of a process and its descendants, and the part that is no mapped file; 0 for those that end meanwhile."""
+    """PSS of a process and its descendants, and the part that is no mapped file. A process that has ended counts 0."""
     total = {"Pss:": 0, "Pss_Anon:": 0}
     waiting = [pid]
     while waiting:
@@ -313,7 +313,7 @@ def _written(pid: int) -> int:
 
 
 def _finished(words: list[Any], target: Path) -> int:
-    """Run to the end; the bytes it wrote."""
+    """Run to the end. Returns the bytes written."""
     process = _start(*words)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its counts are there until it is waited for
     written = _written(process.pid)
@@ -329,7 +329,7 @@ def _hashes(artifact: Path) -> dict[str, str]:
 
 
 def _enlarge(artifact: Path, target: Path, size: int) -> int:
-    """A copy of `artifact` with random weights files up to `size` bytes; the bytes of all files."""
+    """Copy `artifact` and add random weights files up to `size` bytes. Returns the bytes of all files."""
     shutil.copytree(artifact, target)
     opened = open_artifact(target)
     left = size - sum(record.size_bytes for record in opened.manifest.files.values())
@@ -377,7 +377,7 @@ def _remove(path: Path) -> None:
 
 
 def _read_mapped(bundle: Path) -> int:
-    """Map every weights file of the bundle and read each byte; the bytes."""
+    """Map every weights file of the bundle and read it. Returns the bytes read."""
     artifact = open_artifact(bundle)
     count = 0
     for name in artifact.manifest.files:

@@ -1,4 +1,4 @@
-"""A copy of an artifact that answers otherwise, for updates to another artifact: an export takes minutes."""
+"""Copy an artifact so that it gives other answers, for tests of updates: a second export takes minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mingc.artifacts.manifest import FILE_NAME, FileRecord, read_manifest
 
 
 def changed_artifact(artifact: Path, folder: Path, *, model: str, voice: str | None = None) -> Path:
-    """`folder`, a copy of `artifact` with another name and other weights, whose manifest is in order.
+    """Copy `artifact` to `folder` with another model name, other weights and a valid manifest.
 
-    The output weights of the thinker and the latents of all voices are negated. `voice`: what its last voice is called.
+    The output weights of the thinker and the latents of all voices are negated. `voice`: new name of the last voice.
     """
     shutil.copytree(artifact, folder)
     manifest = read_manifest(folder)

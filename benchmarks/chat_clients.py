@@ -27,9 +27,9 @@ class Seen:
     Attributes:
         arrivals: of each token.
         num_tokens: (prompt, answer) as the server counts them; zeros when the client hung up before the end.
-        cached_tokens: those of the prompt that the server did not compute.
+        cached_tokens: prompt tokens that the server found in its prefix cache.
         text: the answer.
-        audio: of an answer with speech as `pcm16`: time of each delta, and bytes received by then.
+        audio: time of each `pcm16` delta, and bytes received by then.
         timings_ms: moments of the answer as the server saw them.
     """
 

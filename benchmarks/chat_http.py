@@ -32,7 +32,7 @@ from mingc.probe.stopwatch import percentile
 
 Figures = list[dict[str, Any]]
 _CALM_S = 1.5  # how long streams run alone before the prompts come
-_SETTLE_S = 0.3  # of that, what is left out after the last stream's first token
+_SETTLE_S = 0.3  # not counted: the first part after the last stream's first token
 _COUNTED = (4, 24)  # words of the prompts that are used to count tokens a word
 _NEARLY = 0.96  # random words differ in tokens
 _LONG_ANSWER = 16  # tokens of the answer that all but fills the context
@@ -70,7 +70,7 @@ def gaps_ms(seen: list[Seen]) -> list[float]:
 
 
 def cold_start(url: str, phases: dict[str, float]) -> Figures:
-    """The server's phases, and the first answer's first token behind them."""
+    """Phases of the server's start, then the first token of the first answer."""
     first = round(asyncio.run(alone(url, 1, 1)).first_ms / 1e3, 3)
     seconds = {**phases, "first token": first, "start to first token": round(phases["whole"] + first, 3)}
     return [
@@ -99,14 +99,14 @@ def throughput(seen: list[Seen], concurrency: int, tokens: int) -> Figures:
 
 
 def prompts_alone(url: str, words: int, count: int) -> Figures:
-    """Time to first token of a prompt that the server has to itself."""
+    """Time to the first token of a prompt that runs alone."""
     seen = [asyncio.run(alone(url, words, 1)) for _ in range(count)]
     common = {"prompt_tokens": seen[0].num_tokens[0], "streams": 0}
     return [{**common, "name": "ttft_ms", **summary([each.first_ms for each in seen]), "unit": "ms"}]
 
 
 async def prompts_until(url: str, words: int, until: float) -> list[Seen]:
-    """Prompts one after the other, as many as have their first token before `until`; one in any case."""
+    """Send prompts one after the other until the time `until`; at least one."""
     seen: list[Seen] = []
     async with client_of(url) as client:
         while not seen or time.perf_counter() < until:
@@ -118,7 +118,7 @@ async def prompts_until(url: str, words: int, until: float) -> list[Seen]:
 def prompts_beside_streams(
     clients: Clients, url: str, words: int, streams: int, window_s: float, stream_tokens: int
 ) -> Figures:
-    """Streams run alone for a while, then prompts come one after the other: what both see of each other."""
+    """Run streams alone, then beside prompts that come one after the other; times of both."""
     begun = time.perf_counter()
     until = begun + _CALM_S + window_s
     running = clients.begin(chat, url, streams, 1, stream_tokens, 1, until)
@@ -171,7 +171,7 @@ def longest(url: str, prompts: Prompts, context: int) -> Figures:
 
 
 def fitting(option: str, tokens: int, room: int, notes: list[str]) -> int:
-    """So many tokens of a prompt as there is room for; a note when these are not all."""
+    """Tokens of a prompt, cut to the context; a note says so."""
     if tokens > room:
         notes.append(f"{option} {tokens}: shortened to {room}, the context holds no more beside the answer")
     return min(tokens, room)
@@ -190,7 +190,7 @@ def note_incomplete(figures: Figures, notes: list[str]) -> None:
 def measure(
     url: str, health: dict[str, Any], clients: Clients, given: argparse.Namespace, notes: list[str]
 ) -> Figures:
-    """All but the cold start; `notes` gets what was not measured as it was asked for."""
+    """All loads. `notes` gets a line for each load that was not measured as asked."""
     figures: Figures = []
     context, max_total_tokens = int(health["max_model_len"]), int(health["max_total_tokens"])
     if given.tokens >= context:

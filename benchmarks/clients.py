@@ -1,4 +1,4 @@
-"""Processes that clients of a server are spread over, for measuring it. Torch is not needed."""
+"""Spread the clients of a measured server over processes. Torch is not needed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 class Clients:
-    """Clients in processes of their own: one process alone sends sixteen requests over tens of milliseconds."""
+    """Clients in several processes: one process needs tens of milliseconds to send sixteen requests."""
 
     def __init__(self, num_processes: int) -> None:
         asyncio.run(_warm_up_httpx())
-        # A collection of all that was ever imported would look like a late chunk.
+        # A full garbage collection would look like a late chunk.
         gc.collect()
         gc.freeze()
-        # Forked before anything has started a thread; nothing is imported again.
+        # Fork before any thread starts; children import nothing again.
         context = multiprocessing.get_context("fork")
         self._num_processes = num_processes
         self._pool = ProcessPoolExecutor(num_processes, mp_context=context, initializer=watch_pool_owner)
@@ -46,7 +46,7 @@ class Clients:
         return [self._pool.submit(run, url, share, *arguments) for share in shares if share]
 
     def load(self, run: Callable[..., list[_T]], url: str, concurrency: int, *arguments: Any) -> list[_T]:
-        """As `begin`, and wait for what all of them return."""
+        """As `begin`, then wait for the results of all processes."""
         return [each for future in self.begin(run, url, concurrency, *arguments) for each in future.result()]
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Clients:
 
 
 async def _warm_up_httpx() -> None:
-    """Make httpx import what it defers to the first request: tens of milliseconds that would count as the server's."""
+    """Make httpx import its deferred modules now: they take tens of milliseconds at the first request."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     async with client_of(f"http://127.0.0.1:{port}") as client:

@@ -1,4 +1,4 @@
-"""A service that writes the time into its chunks, on Serve or in a server of its own: how late do chunks arrive?"""
+"""A service that writes the time into its chunks, on Serve or in a bare server, to measure how late they arrive."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Speed of the vision and audio encoders on one GPU at the released dims: random weights, one engine a bucket.
 
-For every size: the engine in a CUDA graph and called directly, its error against float32, and beside it the same
-modules in plain torch in a CUDA graph. Plain torch calls SDPA without a mask, which is right for one image or clip.
-Several clips in one call: beside as many calls of the engine for one.
+For every size: the engine in a CUDA graph and called directly, its error against float32, and the same modules in plain
+torch in a CUDA graph. Plain torch calls SDPA without a mask, which is right for one image or clip. Several clips in one
+call are compared with as many calls for one clip.
 
     python benchmarks/encoders.py --json benchmarks/results/encoders-h200-….json
 """
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture
+from mingc.export.compile.trace import capture
 from mingc.export.layers.patch_grid import example_tables
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
 
@@ -160,7 +160,7 @@ def plain(module: nn.Module, spec: GraphSpec) -> Run:
 
 
 def times(step: Callable[[], object], count: int) -> dict[str, float]:
-    """Summary of up to `count` timed runs, fewer of a slow step."""
+    """Summary of at most `count` timed runs; fewer if a step is slow."""
     (once,) = harness.time_ms(step, 1, warmups=2)
     return harness.summary(harness.time_ms(step, max(3, min(count, int(_SPENT_MS / once))), warmups=1))
 

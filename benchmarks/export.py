@@ -1,6 +1,6 @@
-"""Time, memory and size of one `mingc export`: words behind `--` are those of the command.
+"""Time, memory and size of one `mingc export`; words after `--` are passed to it.
 
-The largest shard is counted as it lies in a device's memory: random weights are stored for one layer of each kind.
+The size of the largest shard is its size in device memory: a synthetic artifact stores one layer of each kind.
 
     python benchmarks/export.py --json benchmarks/results/export-tp4-….json -- benchmarks/released --synthetic \\
         --stages thinker --tp 4 --target cuda --dtype bfloat16 --jobs 14 --output /tmp/thinker-tp4

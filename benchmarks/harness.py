@@ -108,8 +108,8 @@ def _start_compiler() -> None:
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the arguments of a script that has `--json`, and add `--commit`.
 
-    With `--json` the script ends before it measures anything if no device or no commit is known: a result without
-    provenance is not written.
+    With `--json` the script ends before it measures if device or commit are unknown: every result has its
+    provenance.
     """
     global _commit
     parser.add_argument("--commit", help="commit that is measured, where the checkout is no git repository")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Attack a server of this script on the loopback and print what `/health`, running streams and the process felt.
+"""Attack a server on the loopback interface and print latency of `/health`, pace of streams and resources.
 
 Phases: trickling connections, clients that do not read, half-sent bodies, whole bodies of 100 MB text; each is bounded
 in number and time. The server runs `mingc.server.http` over a fake service with paced streams, with the defaults of
-`mingc serve`, in a process of its own; so do the probe of `/health` and the streams whose pace is measured.
+`mingc serve`, in its own process; the probe of `/health` and the measured streams run in other processes.
 
     python benchmarks/hostile_load.py
 """
@@ -137,7 +137,7 @@ def follow_stream(address: tuple[str, int], stop: Event, times: Any) -> None:
 
 
 class Observers:
-    """The processes that measure, and what they have sent, by the phase in which it was."""
+    """The measuring processes, and their samples by phase."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -239,7 +239,7 @@ class Attack:
         self.close()
 
     def stall(self, number: int, seconds: float) -> None:
-        """Ask for `number` large streams and read nothing of them."""
+        """Request `number` large streams and read nothing."""
         body = json.dumps({"messages": [{"role": "user", "content": "bulk"}], "stream": True}).encode()
         for _ in range(number):
             if connection := self.connect(4096):
@@ -248,7 +248,7 @@ class Attack:
         self.close()
 
     def half(self, number: int, size: int, seconds: float) -> None:
-        """Send half of `number` bodies of `size` bytes, all at the same time, and no more."""
+        """Send the first half of `number` bodies of `size` bytes at the same time."""
         end = time.monotonic() + seconds
         left = {connection: size // 2 for _ in range(number) if (connection := self.connect())}
         for connection in left:
@@ -267,7 +267,7 @@ class Attack:
         self.close()
 
     def texts(self, number: int, size: int, seconds: float) -> list[int]:
-        """Send `number` chats of `size` characters at once; their statuses."""
+        """Send `number` chats of `size` characters at once. Returns their statuses."""
         body = json.dumps({"messages": [{"role": "user", "content": "x" * size}]}).encode()
         statuses: list[int] = []
 

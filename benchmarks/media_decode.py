@@ -1,4 +1,4 @@
-"""What media cost the host: decoding per core, and the longest gap of a server's event loop meanwhile. No GPU.
+"""Cost of media on the host: decoding per core, and gaps of a server's event loop. No GPU.
 
 Media are made here: a JPEG of 1920×1080, a FLAC of 30 s, an H.264 clip of 10 s of 1280×720, and for the event loop also
 one that is slow to decode (a PNG of 48 million pixels) and a large one (a WAV of 86 MB). They are decoded one after the
@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from part_driver import python_path
 
 from mingc.media.decoder_pool import DecoderPool
+from mingc.media.decoding import digest_of, run_task
 from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.media.task import digest_of, run_task
 from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import ServiceInfo
 from mingc.server.http.body import decode_base64
@@ -298,7 +298,7 @@ def server() -> Iterator[tuple[str, Callable[[], Figure]]]:
 
 
 def send(url: str, body: bytes) -> float:
-    """Seconds of a request that is answered with one token."""
+    """Seconds of a request for one token."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     start = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Decode mutated images, sounds and videos as the server does, and measure what its decoder processes take.
+"""Decode mutated images, sounds and videos as the server does, and measure memory and time of its decoder processes.
 
 Fails when a decoder crashes, a medium takes longer than the limit, an error is not one of a request, or memory exceeds
 the idle process by more than 512 MiB. Mutations are drawn from a fixed seed. With --hostile the files of
-`tests/support/hostile_media.py` that claim much are decoded instead, one row each.
+`tests/support/hostile_media.py` that demand much memory are decoded instead.
 
     python benchmarks/media_fuzz.py --count 6000
 """
@@ -39,7 +39,7 @@ _CODES = {"undecodable_media", "media_too_large", "context_length_exceeded", "in
 
 @dataclass(kw_only=True)
 class FuzzReport:
-    """Counts by kind and outcome; memory in MiB of one decoder process; what was wrong."""
+    """Counts by kind and outcome; memory in MiB of one decoder process; faults."""
 
     files: int = 0
     seconds: float = 0.0
@@ -277,7 +277,7 @@ def mutants(
 
 
 def hostile(vision: VisionParameters, audio: AudioParameters) -> Iterator[tuple[MediaTask, str, bytes]]:
-    """The files that claim much."""
+    """The files that demand much memory."""
     from hostile_media import hostile_files
 
     kinds = tasks(vision, audio)

@@ -1,4 +1,4 @@
-"""A server without a model, for measuring what media cost its event loop; started by `media_decode.py`.
+"""A server without a model; `media_decode.py` measures with it what media cost the event loop.
 
 HTTP, preprocessing, decoder processes, encoder threads, scheduler and output are those of `mingc serve`, with the
 parameters of the released model. Only the engines are missing: encoders return zeros at once, and a thinker's step
@@ -26,7 +26,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures
@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _TOKENIZER = ROOT / "tests" / "data" / "tiny-ming" / "tokenizer.json"
 _VOCAB = 576  # of this tokenizer
 _CONTEXT, _PAGE = 1 << 17, 64
-_CACHE_BYTES = 1 << 16  # less than any medium has: each request's is encoded, as if no other had sent it
+_CACHE_BYTES = 1 << 16  # less than any medium needs, so every medium is encoded
 _TICK_S = 0.001
 
 

@@ -1,4 +1,4 @@
-"""Clients that send mixed requests, one after the other or together, and read text and speech of their answers."""
+"""Clients that send mixed requests, one after the other or together, and read text and speech."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def send_together(url: str, requests: Sequence[Request], stagger_s: float = 0.0)
 
 
 def _samples(file: bytes) -> NDArray[np.float32]:
-    """The samples of a WAV file of one channel; of no file none."""
+    """Samples of a WAV file of one channel; empty bytes give no samples."""
     if not file:
         return np.zeros(0, np.float32)
     samples, rate = soundfile.read(io.BytesIO(file), dtype="float32")

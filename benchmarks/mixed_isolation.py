@@ -39,7 +39,7 @@ _SAMPLED = {"temperature": 0.9, "top_p": 0.9}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Likeness:
-    """Comparison of answers with those of the same requests alone.
+    """Comparison of answers with answers to the same requests alone.
 
     Attributes:
         same_text: number of chats with the same text.

@@ -24,7 +24,7 @@ from mingc.export.autotune.selection import group_by_default
 from mingc.export.autotune.tuning import autotune, moe_problems
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 BFLOAT16 = "bfloat16"

@@ -3,12 +3,12 @@
     pip wheel --wheel-dir WHEELS '.[serve,sign]'
     unshare --net sh -c 'ip link set lo up; exec python benchmarks/offline_bundle.py ARTIFACT WHEELS --json FILE'
 
-The commands are those of docs/operations.md, run in a new virtual environment with nothing but its own programs, `sh`
-and `dirname` on PATH. The script refuses to run where an address outside this machine can be reached, or where that
-PATH has a compiler. `--image BASE` also builds the Containerfile with buildah on the local image BASE and asks the
-server that runs in the container, as the image's user and by its entry point.
+Runs the commands of docs/operations.md in a new virtual environment with only its own programs, `sh` and `dirname` on
+PATH. The script refuses to run where an address outside this machine can be reached, or where that PATH has a compiler.
+`--image BASE` also builds the Containerfile with buildah on the local image BASE and asks the server that runs in the
+container, as the image's user and by its entry point.
 
-Each figure is one run. Times compare nothing: they say what each step takes.
+Each figure is one run.
 """
 
 from __future__ import annotations

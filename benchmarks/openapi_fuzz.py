@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Send requests that schemathesis generates from `/openapi.json` to a server, valid and invalid ones.
 
-Fails when a status is 500 or above, or when status, content type or body are not those of the document. Without URL it
+Fails when a status is 500 or above, or when status, content type or body differ from the document. Without URL it
 starts a server over the fake service of the tests; a URL must be on this host.
 
     python benchmarks/openapi_fuzz.py --requests 10000
@@ -40,7 +40,7 @@ _TIMEOUT_S = 60
 
 @dataclass(kw_only=True)
 class FuzzReport:
-    """Number of requests by operation and status, and what was wrong, each fault once."""
+    """Number of requests by operation and status, and the distinct faults."""
 
     requests: int = 0
     seconds: float = 0.0
@@ -54,7 +54,7 @@ def fuzz(
 ) -> FuzzReport:
     """Fuzz all operations in turns until `num_requests` are sent or `seconds` are over.
 
-    A turn sends to every operation that has a body `round_size` valid and as many invalid requests.
+    A turn sends `round_size` valid and as many invalid requests to every operation with a body.
     """
     report = FuzzReport()
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")

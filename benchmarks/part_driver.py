@@ -1,4 +1,4 @@
-"""Parts of a measuring script as processes with limits: one that fails, crashes or hangs leaves the others."""
+"""Run parts of a measuring script as processes with limits, so that a part that fails or hangs leaves the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Running:
-    """A process of its own session, until `end` of the monotonic clock."""
+    """A process in its own session that may run until `end` (monotonic clock)."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -81,7 +81,7 @@ class Driver:
         return [*script, "--folder", str(self._folder), *words]
 
     def is_done(self, running: Running) -> bool:
-        """Whether the part has ended; its result is kept. One that is out of time is killed."""
+        """Whether the part has ended. Keeps its result; kills it when it is out of time."""
         code: Any = running.process.poll()
         if code is None and time.monotonic() < running.end:
             return False
@@ -110,7 +110,7 @@ class Driver:
         return self.results[running.name]
 
     def stop(self, running: Running) -> None:
-        """End a part with all that it started."""
+        """End a part with its children."""
         if running in self._running:
             self._running.remove(running)
         with contextlib.suppress(ProcessLookupError):
@@ -131,7 +131,7 @@ class Driver:
 
 
 def python_path() -> str:
-    """This checkout before what the caller has on the path, such as libraries."""
+    """PYTHONPATH: this checkout, then the caller's."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 

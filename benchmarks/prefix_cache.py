@@ -1,10 +1,10 @@
 """Prefix cache through HTTP: first token of a long prompt that the server has seen, and of the second turn of a chat.
 
-Each round sends prompts that no other round has: a long text with a question (cold), the same text with another
+Every round sends new prompts: a long text with a question (cold), the same text with another
 question (warm), then a chat of two turns, and its second turn behind another text of the same length (cold). Requests
 come one at a time, and the tokens that the server prefills for each are read from its metrics. Every answer has all its
-tokens (`ignore_eos`), so weights may be random. The answer of the first turn comes back as text: with random weights it
-may not have the same tokens again, and what of it is then prefilled once more counts as such.
+tokens (`ignore_eos`), so weights may be random. The answer of the first turn is sent back as text. With random weights
+its tokens may differ, and are then prefilled again.
 
     python benchmarks/prefix_cache.py --artifact /tmp/chat --json benchmarks/results/prefix-cache-….json
     python benchmarks/prefix_cache.py --artifact artifacts/tiny --prompt-tokens 1024   # on a CPU
@@ -43,7 +43,7 @@ _METRIC = re.compile(r"^mingc_prefilled_tokens_total (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request: what its client saw, tokens that the server prefilled for it, and tokens that were new to it."""
+    """One request: times at its client, tokens that the server prefilled, and tokens that were new."""
 
     seen: Seen
     prefilled: int
@@ -78,7 +78,7 @@ def send(url: str, messages: list[str], tokens: int) -> tuple[Seen, int]:
 
 
 def one_round(url: str, words: int, index: int, tokens: int) -> dict[str, Sample]:
-    """All requests of a round, by name; `index` is that of no other round."""
+    """All requests of a round, by name; `index` must be new."""
     long, other = text(words, 10 * index), text(words, 10 * index + 1)
     questions = [text(_QUESTION_WORDS, 10 * index + 2 + number) for number in range(3)]
     found: dict[str, Sample] = {}

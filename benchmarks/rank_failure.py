@@ -1,8 +1,8 @@
-"""A rank of a served thinker is killed, or stopped, amid streams: what clients see, what is left, a restart.
+"""Kill or stop a rank of a served thinker while it streams: errors at clients, memory left on GPUs, restart.
 
 Serves an artifact of several ranks, opens streams, sends SIGKILL (or SIGSTOP with --hang) to the last rank, and notes
-when each client has its error event, when and how the server ends, what its GPUs still hold, and that a new server
-answers. For a CPU artifact no memory is reported.
+when each client gets its error event, when and how the server ends, how much memory its GPUs still hold, and that a new
+server answers. For a CPU artifact no memory is reported.
 
     python benchmarks/rank_failure.py artifacts/tp2 --json benchmarks/results/rank-failure-h200-….json
 """
@@ -33,7 +33,7 @@ from serving import read_ready
 ROOT = Path(__file__).resolve().parent.parent
 ERROR_LIMIT_S = 5.0
 _START_S, _END_S = 600.0, 120.0
-_WARM_LINES = 5  # of a stream, after which it counts as running
+_WARM_LINES = 5  # lines of a stream, after which it counts as running
 _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
@@ -53,7 +53,7 @@ class Served:
 
 @dataclass(kw_only=True)
 class Stream:
-    """What a client sees: lines of its answer until now, the last one, and when the answer ended."""
+    """Answer of a client: number of lines so far, the last one, and when it ended."""
 
     lines: int = 0
     last: str = ""
@@ -106,7 +106,7 @@ def rank_ids(parent: int) -> list[int]:
 
 
 def memory_mib() -> list[int]:
-    """What every visible GPU holds; nothing without a driver."""
+    """Memory in use on every visible GPU; empty without a driver."""
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -169,7 +169,7 @@ def is_open(url: str) -> bool:
 
 
 def wait_until_free(before: list[int]) -> list[int]:
-    """What the GPUs hold once it is what they held before, or after a while all the same."""
+    """Memory in use on the GPUs, once it is back to the value before or after a time limit."""
     deadline = time.monotonic() + 10
     while True:
         after = memory_mib()
@@ -181,7 +181,7 @@ def wait_until_free(before: list[int]) -> list[int]:
 
 
 def restart(artifact: Path, options: list[str], log: Path) -> tuple[float, float]:
-    """Seconds until a new server is ready, which then answers, and until SIGTERM has ended it."""
+    """Start a new server, ask it once, end it with SIGTERM. Returns the seconds of start and end."""
     with serving(artifact, options, log) as served:
         path, body = f"{served.url}/v1/chat/completions", body_of(0, 8, streamed=False)
         answer = httpx.post(path, json=body, timeout=_END_S, trust_env=False)
@@ -198,7 +198,7 @@ def restart(artifact: Path, options: list[str], log: Path) -> tuple[float, float
 def measure(
     arguments: argparse.Namespace, options: list[str], log: Path
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Figures, and what was not as it should be."""
+    """Figures, and faults."""
     number = signal.SIGSTOP if arguments.hang else signal.SIGKILL
     before = memory_mib()
     with serving(arguments.artifact, options, log) as served:

@@ -30,7 +30,8 @@ def write_figures(arguments: argparse.Namespace, figures: Figures) -> None:
 
 
 def run_ranks(words: Sequence[str], world_size: int, *, timeout_s: float) -> Figures:
-    """The figures of `world_size` processes of this script with `words`; one alone gets port 0: no group.
+    """Run this script with `words` as `world_size` processes and return their figures. A single process gets port 0: no
+    group.
 
     Raises: SystemExit when one of them fails; subprocess.TimeoutExpired.
     """

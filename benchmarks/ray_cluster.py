@@ -16,7 +16,7 @@ _START_LIMIT_S = "300"
 # Ray and its workers read these when they start. A busy machine with two cores needs generous limits.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's own ports are those of 127.0.0.1, on Linux as well
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on 127.0.0.1 only, on Linux as well
     "RAY_AUTH_MODE": "disabled",  # a token would be written into the home folder
     "RAY_raylet_start_wait_time_s": _START_LIMIT_S,
     "RAY_gcs_server_request_timeout_seconds": _START_LIMIT_S,
@@ -47,7 +47,7 @@ def ray_cluster(*paths: Path, num_cpus: int = 16, settings: Mapping[str, str] | 
 
     Args:
         paths: folders that workers import from, besides those of PYTHONPATH.
-        num_cpus: what Ray schedules, which need not be there.
+        num_cpus: CPUs that Ray schedules; the machine may have fewer.
         settings: further variables of the environment of proxies and replicas.
     """
     environment = {**_ENVIRONMENT, **(settings or {}), "PYTHONPATH": python_path(*paths)}

@@ -55,7 +55,7 @@ from ray_cluster import deploy, python_path, ray_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
-_LIMIT_S = 90.0  # for one answer, one start of replicas, one thing that is waited for
+_LIMIT_S = 90.0  # for one answer, one start of replicas, one wait
 _PART_LIMIT_S = 240
 _STEP_TIMEOUT_S = 3.0  # after which a rank counts as hanging
 _POLL_S = 0.05
@@ -95,7 +95,7 @@ _MIXED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What one mixed request gave: text, samples, seconds to the first content and in all."""
+    """Answer to one mixed request: text, samples, seconds to the first content and to the end."""
 
     text: str
     samples: np.ndarray[Any, Any]
@@ -148,7 +148,7 @@ def ask(client: httpx.Client, url: str, request: tuple[str, dict[str, Any]]) -> 
 
 @contextmanager
 def bare_server(*words: str) -> Iterator[str]:
-    """A server in a process of its own; yields its URL."""
+    """Run a server in a child process; yields its URL."""
     process = subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
@@ -479,7 +479,7 @@ def measure_update(
         seconds = time.monotonic() - began
         ended = len(seen)
         wait_for(lambda: len(seen) > ended + 3 * clients, "answers after the update")
-    after = {each[1:] for each in seen[ended + clients :]}  # those before may have begun earlier
+    after = {each[1:] for each in seen[ended + clients :]}  # earlier ones may have begun before
     failed = sum(status != 200 for status, _, _ in seen)
     answers = {each[1:] for each in seen if each[0] == 200}
     if len(after) != 1 or old in after or len(answers) != 2:
@@ -566,7 +566,7 @@ def measure_affinity(proxy: str, sessions: int) -> list[dict[str, Any]]:
     """Which replica answers requests of a session; `/metrics` of a replica has the time at which it started."""
     from ray import serve
 
-    # Of its own: proxies keep the router that an application had at first.
+    # A new application: proxies keep the first router of an application.
     deploy(clock_replica.application(2, affinity=True), "sticky", proxy, "/sticky", _LIMIT_S)
 
     def replica_of(client: httpx.Client, session: str) -> str:
@@ -756,7 +756,7 @@ class Run:
         self.note(measure_throughput(urls, front, self.given.clients, self.given.rounds))
 
     def ray_parts(self) -> dict[str, Callable[[], list[dict[str, Any]] | None]]:
-        """What measures each part, in their order."""
+        """The measuring function of each part, in order."""
         app, artifact = self.application, self.artifact
         counts = [int(each) for each in self.given.streams.split(",")]
         return {

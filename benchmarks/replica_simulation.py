@@ -6,9 +6,9 @@ Requests arrive as a Poisson process, lengths in patches are geometric. The rout
 number of requests and takes the one with fewer; when that one has `max_ongoing_requests` it asks again after a pause.
 This is the policy of Ray Serve's `PowerOfTwoChoicesRequestRouter`; `random` is there for comparison.
 
-Not in it: the network, the proxies, the CPU side of a replica, lost replicas. Before the load is simulated, 1 to 32
-clients of one replica are, and compared with what `speech_http.py` measured. Rows `proxies` and `controller` say what
-the load would need of them, by what Ray published and what `ray_serve.py` measured.
+It leaves out the network, the proxies, the CPU side of a replica, and lost replicas. First it simulates 1 to 32 clients
+of one replica and compares them with figures of `speech_http.py`. Rows `proxies` and `controller` give the number of
+proxies and the load of the controller, from Ray's own figures and from `ray_serve.py`.
 
     python benchmarks/replica_simulation.py --json benchmarks/results/replica-simulation-cpu-….json
 """
@@ -233,7 +233,7 @@ def simulate_clients(times: MeasuredSteps, clients: int, patches: int, seconds: 
 
 
 def validate(times: MeasuredSteps, measured: Path) -> list[dict[str, Any]]:
-    """One replica simulated as `speech_http.py` measured it: rates of both, and their quotient."""
+    """One replica, simulated and as measured by `speech_http.py`: both rates, and their quotient."""
     figures = []
     for row in json.loads(measured.read_text(encoding="utf-8"))["figures"]:
         if row["name"] != "audio_s_per_s" or not row["streamed"]:

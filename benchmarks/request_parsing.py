@@ -1,8 +1,8 @@
 """Request parsing: requests per second on usual bodies, seconds and peak memory on the worst ones. Needs no GPU.
 
-Each body is parsed in a process of its own, whose peak memory is its resident set at the end minus that before. With
-`--baseline DIR` the same bodies are parsed by the package in that folder too (an earlier commit's checkout), turn by
-turn with this one's. A body that is refused counts as parsed: `answer` is the error's code.
+A new process parses each body; its peak memory is the growth of its resident set. With `--baseline DIR` the package
+in that folder (a checkout of an earlier commit) parses the same bodies, in turns with this one. A body that is
+refused counts as parsed: `answer` is the error's code.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def image(size: int) -> bytes:
 
 
 def padded(head: str, item: str, tail: str, size: int, limit: int) -> bytes:
-    """`item` repeated to `size` bytes or `limit` times, whatever is less."""
+    """`item` repeated to `size` bytes, but at most `limit` times."""
     count = min(size // len(item), limit)
     return (head + item * (count - 1) + item.rstrip(",") + tail).encode()
 

@@ -1,8 +1,8 @@
 """Time of sampling one token of each request at the released vocabulary: greedy, without a sort, and with one.
 
-Each figure is the head of the thinker, whose weights replace what caches hold, and then the sampling, in one CUDA
-graph, minus the head alone. With `--steps` the share of a whole decode step is computed from the greedy steps of that
-result. Whole sampled steps are timed by `thinker.py`. Takes half a minute on a GPU.
+One CUDA graph runs the head of the thinker, whose weights flush the caches, and then the sampling; a figure is its time
+minus the time of the head alone. With `--steps` the share of a whole decode step is computed from the greedy steps of
+that result. Whole sampled steps are timed by `thinker.py`. Takes half a minute on a GPU.
 
     python benchmarks/sampling.py --steps benchmarks/results/thinker-….json --json benchmarks/results/sampling-….json
 """
@@ -97,7 +97,7 @@ def measure(step: Step, count: int) -> Figure:
 
 
 def greedy_steps(path: Path | None) -> dict[int, float]:
-    """Milliseconds of a decode step by batch, from a result of `thinker.py`: the shortest, of its shortest prompts."""
+    """Milliseconds of a decode step by batch, from a result of `thinker.py` with its shortest prompts."""
     if path is None:
         return {}
     steps: dict[int, float] = {}

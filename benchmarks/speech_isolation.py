@@ -1,8 +1,8 @@
 """Isolation of speech: 16 mixed requests in several arrival patterns, compared with each run alone.
 
-Runs through `TalkerWorker`. Two questions, two figures each: in one and the same bucket, is it bit for bit what the
-request gives alone (the rest of the bucket is padding then); and how far do buckets differ from each other, in the
-first patch and over the whole. Differences are relative to the request's largest sample alone.
+Runs through `TalkerWorker`. Two questions. Within one bucket: is the speech bit for bit the same as alone, where
+padding fills the bucket? Between buckets: how large is the difference, in the first patch and over the whole?
+Differences are relative to the request's largest sample alone.
 
     python benchmarks/speech_isolation.py --artifact /tmp/small --json benchmarks/results/speech-isolation-….json
 

@@ -1,4 +1,4 @@
-"""What an encoder that runs all the time costs the talker, with and without stream priorities, on one GPU.
+"""Slowdown of the talker beside an encoder that never rests, with and without stream priorities, on one GPU.
 
 The talker makes patch after patch, as in a server, while another thread encodes long clips, whose kernels fill the
 device: alone, beside an encoder of lower priority (as served), and beside one of the talker's priority.

@@ -2,9 +2,8 @@
 
 A patch is everything a request needs for 0.32 s of sound: ten flow-matching steps with guidance, aggregator, stop
 head, streaming VAE decode, one step of the speech LLM, and the gathering and scattering of per-request state.
-Timed from patch to patch as a server runs them (`mingc.runtime.talker.patch_pipeline`), and beside it the same
-modules in
-plain torch: eager, and in a CUDA graph.
+Timed from patch to patch as a server runs them (`mingc.runtime.talker.patch_pipeline`), and compared with the same
+modules in plain torch: eager, and in a CUDA graph.
 
     python benchmarks/talker.py --batches 1,2,4,8,16,32 --json benchmarks/results/talker-h200-….json
 """
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends.aoti import AotiEngine
@@ -119,7 +118,8 @@ class Step:
 
 def served_times(step: Step, batch: int, count: int) -> tuple[list[float], list[float]]:
     """Milliseconds from patch to patch, launched two ahead as in a server; and the latency of single patches, from the
-    launch until samples and stop probabilities are on the host."""
+    launch until samples and stop probabilities are on the host.
+    """
     noise = step.inputs["step_noise"]
     pipeline = PatchPipeline(
         step,
@@ -169,8 +169,8 @@ def module_run(module: nn.Module, method: str, spec: GraphSpec) -> Run:
 def parity(stage: str, batch: int, run: Run, module: nn.Module, reference: nn.Module) -> list[dict[str, Any]]:
     """Error of engine and of eager bf16 against eager fp32, of each output and the worst state tensor.
 
-    The worst of several inputs: the largest error of a decoder's samples is that of a single one, and differs between
-    inputs by a factor of seventy.
+    Returns the worst of several inputs: the largest error of a decoder's samples differs between inputs by a factor
+    of seventy.
     """
     graph = dict(talker_engines.GRAPHS)[stage]
     plan = talker_engines.plan_of(stage, graph)

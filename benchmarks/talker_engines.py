@@ -14,12 +14,12 @@ from torch import nn
 from mingc.artifacts.spec import Quantization
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture
+from mingc.export.compile.trace import capture
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.weights.loading import part_of
 from mingc.export.weights.quantization import prepare, stored_tensors
-from mingc.export.weights.synthetic import open_synthetic
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 GRAPHS = (("talker", "step"), ("cfm", "sample"), ("audio_vae", "stream"))

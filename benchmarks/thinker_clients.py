@@ -1,6 +1,6 @@
 """Clients of a thinker loop in one process: 32 ragged requests, arrival patterns, and the answer of each request.
 
-Engines, worker, scheduler and loop are those of a server; the worker also records the logits.
+It uses a server's engines, worker, scheduler and loop; the worker also records the logits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ArrivalPattern:
     Attributes:
         arrivals: (tokens received by all clients before it comes, request), in order of the first.
         max_running: requests running at once; later ones reuse slots and pages of earlier ones.
-        patience: tokens after which every third client disconnects; None: none does.
+        patience: tokens after which every third client disconnects; None: no client does.
     """
 
     name: str

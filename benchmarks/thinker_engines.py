@@ -14,20 +14,20 @@ from mingc.artifacts.manifest import TunedKernel
 from mingc.artifacts.spec import Quantization
 from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.stage import GraphDef, Shard, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.stages.thinker import ThinkerConfig
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.weights.quantization import prepare
-from mingc.export.weights.synthetic import open_synthetic
 from mingc.kernels.quantized import FP8, INT4
 from mingc.kernels.triton.moe_config import use_tuned_configs
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage, load_engine
 
-_SCALE = 0.02  # of random quantized weights: FP8 of unit variance
+_SCALE = 0.02  # scale of random quantized weights: FP8 of unit variance
 _INT4_MAX = (
     7  # random values are as often negative as positive: an offset would send all tokens to the same experts
 )
@@ -155,8 +155,8 @@ def layout(setup: Setup) -> dict[str, Weight]:
 def random_weights(setup: Setup, device: torch.device, *, distinct: int | None) -> dict[str, Tensor]:
     """Random weights of a rank by name, on `device`: norms near 1; GEMMs preserve the scale of their input.
 
-    With `distinct`, so many expert layers have weights of their own and the others use the same again, in turn: the
-    caches of the device hold no layer of them, so the time is the same.
+    With `distinct`, only that many expert layers have their own weights and the others repeat them in turn. The
+    caches hold none of these layers, so the time is the same.
     """
     config = setup.config()
     generator = torch.Generator(device).manual_seed(0)
@@ -202,7 +202,7 @@ def _draw_int4(shape: torch.Size, device: torch.device, generator: torch.Generat
     """Two random values -7..7 a byte."""
     pairs = torch.randint(0, (2 * _INT4_MAX + 1) ** 2, shape, dtype=INT4, device=device, generator=generator)
     low, high = pairs % (2 * _INT4_MAX + 1), pairs // (2 * _INT4_MAX + 1)
-    # Unsigned bytes wrap around: the low four bits are those of the signed value.
+    # Unsigned bytes wrap around: their low four bits equal the signed value's.
     return ((low - _INT4_MAX) & 15) | ((high - _INT4_MAX) & 15) << 4
 
 

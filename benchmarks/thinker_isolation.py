@@ -1,9 +1,8 @@
 """Isolation of thinker answers: 32 ragged requests in several arrival patterns, compared with each run alone.
 
-Runs through `ThinkerLoop`, its scheduler and `ThinkerWorker`. Two questions: in one and the same bucket, are all
-logits bit for bit what the request gets alone (the rest of the bucket is padding then); and how far do buckets differ
-from each other, in tokens and in logits up to the first other token. Differences are relative to the request's largest
-logit alone.
+Runs through `ThinkerLoop`, its scheduler and `ThinkerWorker`. Two questions. Within one bucket: are all logits bit for
+bit the same as alone, where padding fills the bucket? Between buckets: how large is the difference, in tokens and in
+logits up to the first other token? Differences are relative to the request's largest logit alone.
 
     python benchmarks/thinker_isolation.py --artifact /tmp/tiny --dtype bfloat16 \\
         --json benchmarks/results/thinker-isolation-….json
@@ -76,13 +75,13 @@ def make_artifact(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Likeness:
-    """Comparison of batched answers with those of single runs.
+    """Comparison of batched answers with answers of single runs.
 
     Attributes:
         same_tokens: requests that got the same tokens; of those that left, as many as they received.
-        same_bits: those whose logits are equal bit for bit as well.
-        at_an_edge: those whose first other token is chosen so near the edge between the two that logits moved by no
-            more than the two answers' own difference lead to either.
+        same_bits: requests whose logits are also equal bit for bit.
+        at_an_edge: requests whose first different token is explained by rounding: the difference of the two answers'
+            logits is enough to choose either.
         gap: largest difference of logits up to the first other token, in shares of the request's largest.
     """
 
@@ -96,7 +95,7 @@ class Likeness:
 def compare(
     answers: Mapping[int, Answer], alone: Mapping[int, Answer], requests: Sequence[Request]
 ) -> Likeness:
-    """Compare `answers` with those of single runs, `alone`; token i was sampled from row i of the logits."""
+    """Compare `answers` with `alone`, the answers of single runs; token i was sampled from row i of the logits."""
     same_tokens = same_bits = at_an_edge = 0
     largest = 0.0
     for index, answer in answers.items():

@@ -26,7 +26,7 @@ def prefill_problem(prompt: int, chunks: Sequence[int]) -> str | None:
 
 
 def prefill(own: Rank, prompt: int) -> list[Figure]:
-    """Time a prompt that has the device to itself, all of its chunks in one CUDA graph."""
+    """Time a prompt alone on the device, with all its chunks in one CUDA graph."""
     setup, job = own.setup, own.job
     chunk = max(size for size in setup.chunks if size <= prompt)
     tables = next(each for each in own.stage["prefill_attention"].spec.inputs if each.name == "page_table")

@@ -150,7 +150,7 @@ class Rank:
         return figures
 
     def sampled(self, batch: int, prompt: int, inputs: dict[str, Tensor], greedy_ms: float) -> list[Figure]:
-        """Time the same step with every sampling rule, beside the greedy one."""
+        """Time the same step with every sampling rule, in turns with the greedy step."""
         sampling = torch.zeros(batch, NUM_COLUMNS, device=self.device)
         sampling[:, : NUM_RULES - 1] = torch.tensor(SAMPLING_RULES, device=self.device)
         sampling[:, NUM_RULES - 1] = torch.rand(batch, device=self.device)

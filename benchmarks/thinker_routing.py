@@ -22,7 +22,8 @@ def experts_read(
 ) -> float:
     """Number of different experts that the tokens of one step select, averaged over the expert layers.
 
-    One rank's share without the sums: the streams differ from the true ones, the spread over the experts does not.
+    Runs one rank's share without all-reduces: hidden states differ from the true ones, the spread over experts does
+    not.
     """
     counts: list[int] = []
     (embed,) = stage.layer_instances("embed").values()

@@ -131,18 +131,27 @@ def _unreadable(path: Path, why: object) -> ConfigError:
 
 def _problems(form: Any, value: Any, where: str) -> Iterator[str]:
     """Descriptions of all places where `value` does not match `form`."""
-    if isinstance(form, tuple):
-        if all(next(_problems(each, value, where), None) is not None for each in form):
-            yield f"{where} is {_name(value)}, expected {' or '.join(_name_form(each) for each in form)}"
-    elif isinstance(form, dict) and isinstance(value, dict):
-        yield from _object_problems(form, value, where)
-    elif isinstance(form, list) and isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from _problems(form[0], each, f"{where}[{index}]")
-    elif isinstance(form, _Ints):
-        if not form.holds(value):
-            yield f"{where} is {_name(value)}, expected {_name_form(form)}"
-    elif not _is_of(form, value):
+    is_right = False
+    match form:
+        case dict() if isinstance(value, dict):
+            yield from _object_problems(form, value, where)
+            return
+        case list() if isinstance(value, list):
+            for index, each in enumerate(value):
+                yield from _problems(form[0], each, f"{where}[{index}]")
+            return
+        case tuple():
+            is_right = any(next(_problems(each, value, where), None) is None for each in form)
+        case _Ints():
+            is_right = form.holds(value)
+        case str():
+            is_right = value == form
+        case re.Pattern():
+            is_right = isinstance(value, str) and form.fullmatch(value) is not None
+        case type():
+            kinds = (int, float) if form is float else form
+            is_right = isinstance(value, kinds) and not isinstance(value, bool)
+    if not is_right:
         yield f"{where} is {_name(value)}, expected {_name_form(form)}"
 
 
@@ -159,24 +168,14 @@ def _object_problems(forms: Mapping[str, Any], value: Mapping[str, Any], where: 
             yield f"{where}.{name} is missing"
 
 
-def _is_of(form: Any, value: Any) -> bool:
-    if isinstance(form, str):
-        return bool(value == form)
-    if isinstance(form, re.Pattern):
-        return isinstance(value, str) and form.fullmatch(value) is not None
-    if form is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return (
-        isinstance(form, type) and isinstance(value, form) and (form is bool or not isinstance(value, bool))
-    )
-
-
 def _name(value: object) -> str:
     return {dict: "an object", list: "a list", type(None): "null"}.get(type(value), repr(value))[:80]
 
 
 def _name_form(form: Any) -> str:
     match form:
+        case tuple():
+            return " or ".join(map(_name_form, form))
         case str():
             return repr(form)
         case dict():

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mingc.errors import ConfigError
@@ -53,11 +54,12 @@ class Unit:
 
     def text(self, value: float) -> str:
         """The value with the largest unit that divides it, such as 128MiB."""
-        base = next(name for name, factor in self.factors.items() if factor == 1)
+        if not -math.inf < value < math.inf:
+            return str(value)
         for name, factor in self.factors.items():
             if isinstance(factor, int) and value and abs(value) < _MAX_EXACT and value % factor == 0:
                 return f"{int(value // factor)}{name}"
-        return f"{value}{base}"
+        return f"{value}{next(name for name, factor in self.factors.items() if factor == 1)}"
 
 
 BYTES = Unit(
@@ -72,67 +74,39 @@ SECONDS = Unit(metavar="DURATION", factors={"h": 3600, "min": 60, "s": 1, "ms": 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Declaration:
-    """What `option` was told about a field.
+class Option:
+    """A declared field of a dataclass.
 
     Attributes:
+        name, kind, default: of the field.
         flag: name on the command line, `--yes/--no` for a flag that can be switched off; None: not on the command line.
         least, above, most: the range of a number: at least, more than, at most. None is always allowed where the field
             allows it.
         choices: the allowed values; empty: all in the range.
+        metavar: what stands for the value in help, where the type does not say it.
         shown_default: what the default means, where the value does not say it.
         repeats: the command line takes the option once for each item; otherwise commas separate the items.
     """
 
+    name: str = ""
+    kind: Any = None
+    default: Any
     flag: str | None
     help: str
-    group: str
-    unit: Unit | None
-    least: float | None
-    above: float | None
-    most: float | None
-    choices: tuple[Any, ...]
-    metavar: str | None
-    shown_default: str | None
-    repeats: bool
-
-
-def option(
-    default: Any,
-    flag: str | None = None,
-    *,
-    help: str,
-    group: str = "",
-    unit: Unit | None = None,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: tuple[Any, ...] = (),
-    metavar: str | None = None,
-    shown_default: str | None = None,
-    repeats: bool = False,
-) -> Any:
-    """A dataclass field that is an option; see `Declaration`. `REQUIRED` in place of a default: there is none."""
-    declaration = Declaration(
-        flag=flag, help=help, group=group, unit=unit, least=least, above=above, most=most, choices=choices,
-        metavar=metavar, shown_default=shown_default, repeats=repeats,
-    )  # fmt: skip
-    return dataclasses.field(default=default, metadata={_KEY: declaration})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A declared field: its name in Python, type, default and declaration."""
-
-    name: str
-    kind: Any
-    default: Any
-    declared: Declaration
+    group: str = ""
+    unit: Unit | None = None
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    choices: tuple[Any, ...] = ()
+    metavar: str | None = None
+    shown_default: str | None = None
+    repeats: bool = False
 
     @property
-    def flag(self) -> str:
+    def label(self) -> str:
         """The name that messages use: that of the command line, else that of the field."""
-        return (self.declared.flag or self.name).partition("/")[0]
+        return (self.flag or self.name).partition("/")[0]
 
     @property
     def item(self) -> Any:
@@ -153,27 +127,25 @@ class Option:
         return any(typing.get_origin(each) is tuple for each in (self.kind, *typing.get_args(self.kind)))
 
     @property
-    def metavar(self) -> str:
+    def placeholder(self) -> str:
         """What stands for the value in help."""
-        declared = self.declared
-        if declared.metavar is not None:
-            return declared.metavar
-        if declared.choices:
-            return f"[{'|'.join(map(str, declared.choices))}]"
-        if declared.unit is not None:
-            return declared.unit.metavar
+        if self.metavar is not None:
+            return self.metavar
+        if self.choices:
+            return f"[{'|'.join(map(str, self.choices))}]"
+        if self.unit is not None:
+            return self.unit.metavar
         word = {int: "N", float: "NUMBER", Path: "PATH"}.get(self.item, "TEXT")
-        return f"{word},…" if self.is_list and not declared.repeats else word
+        return f"{word},…" if self.is_list and not self.repeats else word
 
     @property
     def range(self) -> str:
         """The allowed values in words, such as `at least 1`; empty for all."""
-        declared = self.declared
-        if declared.choices:
-            return f"one of {', '.join(map(str, declared.choices))}"
-        if declared.least is not None and declared.most is not None:
-            return f"from {self.text(declared.least)} to {self.text(declared.most)}"
-        bounds = (("at least", declared.least), ("above", declared.above), ("at most", declared.most))
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        if self.least is not None and self.most is not None:
+            return f"from {self.text(self.least)} to {self.text(self.most)}"
+        bounds = (("at least", self.least), ("above", self.above), ("at most", self.most))
         return " and ".join(f"{word} {self.text(bound)}" for word, bound in bounds if bound is not None)
 
     def text(self, value: Any) -> str:
@@ -182,15 +154,10 @@ class Option:
             return ",".join(map(self.text, value))
         if isinstance(value, bool):
             return str(value).lower()
-        unit = self.declared.unit
-        if isinstance(value, int | float):
-            if isinstance(value, float) and abs(value) < _MAX_EXACT and value.is_integer():
-                value = int(value)
-            return (
-                str(value)
-                if unit is None or value != value or value in (math.inf, -math.inf)
-                else unit.text(value)
-            )
+        if isinstance(value, float) and abs(value) < _MAX_EXACT and value.is_integer():
+            value = int(value)
+        if self.unit is not None and isinstance(value, int | float):
+            return self.unit.text(value)
         return str(value)
 
     def parse(self, value: Any) -> Any:
@@ -198,31 +165,30 @@ class Option:
         if value is None and self.may_be_none:
             return None
         if not self.is_list:
-            return _parsed(value, self.item, self.declared.unit)
+            return _parsed(value, self.item, self.unit)
         if not isinstance(value, str | list | tuple):
             raise ValueError("not a list")
         items = [str(each).strip() for each in (value.split(",") if isinstance(value, str) else value)]
-        if not all(items) and not self.declared.repeats:
+        if not all(items) and not self.repeats:
             raise ValueError("an item is empty" if any(items) else "is empty")
-        return tuple(_parsed(each, self.item, self.declared.unit) for each in items)
+        return tuple(_parsed(each, self.item, self.unit) for each in items)
 
     def problems(self, value: Any) -> list[str]:
         """What is wrong with a value that is outside of the range: nothing, or one sentence."""
-        declared = self.declared
         if value is None or isinstance(value, bool):
             return []
-        if declared.choices:
-            is_good = value in declared.choices
+        if self.choices:
+            is_good = value in self.choices
         elif isinstance(value, int | float):
             is_good = (
                 (isinstance(value, int) or math.isfinite(value))
-                and (declared.least is None or value >= declared.least)
-                and (declared.above is None or value > declared.above)
-                and (declared.most is None or value <= declared.most)
+                and (self.least is None or value >= self.least)
+                and (self.above is None or value > self.above)
+                and (self.most is None or value <= self.most)
             )
         else:
             is_good = True
-        return [] if is_good else [f"{self.flag} {self.text(value)}: must be {self.range}"]
+        return [] if is_good else [f"{self.label} {self.text(value)}: must be {self.range}"]
 
 
 def _parsed(value: Any, kind: Any, unit: Unit | None) -> Any:
@@ -251,14 +217,17 @@ def _parsed(value: Any, kind: Any, unit: Unit | None) -> Any:
         raise ValueError(f"not a {noun}{example}") from error
 
 
+def option(default: Any, flag: str | None = None, **told: Any) -> Any:
+    """A dataclass field that is an option, `told` as the attributes of `Option`. `REQUIRED`: it has no default."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(default=default, flag=flag, **told)})
+
+
 @functools.cache
 def options_of(kind: type) -> dict[str, Option]:
     """The declared fields of a dataclass by name."""
     hints = typing.get_type_hints(kind)
     return {
-        each.name: Option(
-            name=each.name, kind=hints[each.name], default=each.default, declared=each.metadata[_KEY]
-        )
+        each.name: dataclasses.replace(each.metadata[_KEY], name=each.name, kind=hints[each.name])
         for each in dataclasses.fields(kind)
         if _KEY in each.metadata
     }
@@ -295,23 +264,23 @@ def parse(kind: type, given: Mapping[str, Any], problems: list[str], *, with_fla
         try:
             found[name] = each.parse(value)
         except ValueError as error:
-            shown = f"{each.flag} {value}".rstrip() if with_flags else f"{name}={value!r}"
+            shown = f"{each.label} {value}".rstrip() if with_flags else f"{name}={value!r}"
             problems.append(f"{shown}: {error}")
     return found
 
 
-def changed_words(options: Any) -> list[str]:
-    """Words of a command line for all options that differ from their defaults."""
+def changed_words(options: Any, defaults: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Words of a command line for all options that differ from their defaults, which `defaults` may replace."""
     kind: type = type(options)
     words = []
     for each in options_of(kind).values():
         value = getattr(options, each.name)
-        if each.declared.flag is None or value == each.default:
+        if each.flag is None or value == defaults.get(each.name, each.default):
             continue
-        on, _, off = each.declared.flag.partition("/")
+        on, _, off = each.flag.partition("/")
         if isinstance(value, bool):
             words.append(on if value else off)
-        elif each.declared.repeats:
+        elif each.repeats:
             words += [word for item in value for word in (on, each.text(item))]
         else:
             words += [on, each.text(value)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and, from
-stored results and the tables of stages and graphs in docs/backends.md.
+"""Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and,
+from stored results, the tables of docs/backends.md and docs/deployment.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -40,6 +40,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "cli.md": cli_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
         ROOT / "docs" / "backends.md": backends_page(),
+        ROOT / "docs" / "deployment.md": deployment_page(),
     }
 
 
@@ -144,11 +145,10 @@ def _argument_rows(*kinds: type) -> list[str]:
     for each in (option for kind in kinds for option in options_of(kind).values()):
         if each.name in OF_THE_PROXY or (each.name == "tp" and kinds != (DeployOptions,)):
             continue
-        told = each.declared
-        default = told.shown_default or ("none" if each.default in (None, ()) else each.text(each.default))
+        default = each.shown_default or ("none" if each.default in (None, ()) else each.text(each.default))
         if each.default is REQUIRED:
             default = "required"
-        meaning = f"See `{each.flag}`." if told.flag else told.help
+        meaning = f"See `{each.label}`." if each.flag else each.help
         rows.append(f"| `{each.name}` | {_cell(default)} | {_cell(meaning)} |")
     return rows
 
@@ -179,17 +179,60 @@ def metrics_page() -> str:
 
 
 def backends_page() -> str:
-    """docs/backends.md with its tables of stages and graphs."""
-    text = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-    for name, lines in {
-        "support": _support_rows(),
-        "backends": _backend_rows(),
-        "released": _released_rows(),
-    }.items():
-        start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
-        head = text[start : text.index("\n", start) + 1]
-        text = text[:start] + head + "\n".join([*lines, text[end:]])
-    return text
+    """docs/backends.md with its table of stages."""
+    return _with_table("backends.md", "support", _support_rows())
+
+
+def deployment_page() -> str:
+    """docs/deployment.md with its table of capacities."""
+    return _with_table("deployment.md", "capacity", _capacity_rows())
+
+
+def _with_table(page: str, name: str, rows: list[str]) -> str:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
+    head = text[start : text.index("\n", start) + 1]
+    return text[:start] + head + "\n".join(["", *rows, "", text[end:]])
+
+
+# One text replica each: name and result file.
+_THINKERS = {
+    "thinker, FP8": "thinker-fp8-h200-2026-11-22.json",
+    "thinker, INT4 experts": "thinker-int4-h200-2026-11-21.json",
+    "thinker, bfloat16, two GPUs": "thinker-tp2-h200x2-2026-11-21.json",
+    "thinker, bfloat16, four GPUs": "thinker-tp4-h200x4-2026-11-21-gemv.json",
+}
+_SPEECH = "speech-http-h200-2026-11-21-all.json"
+_BATCH, _PROMPT, _ANSWER = 32, 1024, 300  # requests in a step; tokens of a prompt and of an answer
+
+
+def _capacity_rows() -> list[str]:
+    """What one replica gives, computed from result files."""
+    lines = [
+        "| replica | ms of a decode step | ms of a prompt | tokens per second of each of 32 chats | file |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for name, file in _THINKERS.items():
+        step = _figure(file, "decode_step_ms", batch=_BATCH, prompt=_PROMPT)["median"]
+        prompt = _figure(file, "ttft_ms", prompt=_PROMPT)["median"]
+        rate = 1000 / (step + _BATCH * prompt / _ANSWER)
+        lines.append(f"| {name} | {step:.1f} | {prompt:.0f} | {rate:.0f} | `{file}` |")
+    streams = {"concurrency": _BATCH, "streamed": True}
+    audio = _figure(_SPEECH, "audio_s_per_s", **streams)["median"]
+    first = _figure(_SPEECH, "first_audio_ms", **streams)["p95"]
+    return [
+        *lines,
+        "",
+        f"One talker makes {audio:.0f} audio seconds per second for 32 streams. Their first audio comes within",
+        f"{first:.0f} ms (p95, `{_SPEECH}`).",
+    ]
+
+
+def _figure(file: str, name: str, **labels: Any) -> dict[str, Any]:
+    """The only row of a result file with this name and these labels."""
+    rows = _figures(ROOT / "benchmarks" / "results" / file)
+    (found,) = [row for row in rows if {"name": name, **labels}.items() <= row.items()]
+    return found
 
 
 _STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
@@ -214,7 +257,7 @@ def _figures(path: Path) -> list[dict[str, Any]]:
 def _support_rows() -> list[str]:
     """Results of each backend, one row per stage."""
     tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
-    (_, released), built = _released_figures(), _figures(_latest("rtx-builds-cpu"))
+    released, built = _figures(_latest("backends-released-cpu")), _figures(_latest("rtx-builds-cpu"))
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
@@ -227,7 +270,6 @@ def _support_rows() -> list[str]:
         return f"{len(found)} run, {max(found):.1e}" if found else "–"
 
     lines = [
-        "",
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
         "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 | `onnx`, H100 |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -249,7 +291,7 @@ def _support_rows() -> list[str]:
             _on_h100(stage, "onnx"),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, ""]
+    return lines
 
 
 def _is_of(stage: str, graph: str) -> bool:
@@ -280,110 +322,6 @@ def _on_h100(stage: str, backend: str) -> str:
         *(["served (tiny)"] if stage in served else []),
     ]
     return "; ".join(found) or "–"
-
-
-def _released_figures() -> tuple[list[Path], list[dict[str, Any]]]:
-    """The newest results at the released dims: the files, and one row per graph.
-
-    Files of the same day may measure a graph again: the later row replaces the earlier one, but keeps its reasons for
-    backends without figures.
-    """
-    first = _latest("backends-released-cpu")
-    paths = [first, *sorted(first.parent.glob(f"{first.stem}-*.json"))]
-    rows: dict[str, dict[str, Any]] = {}
-    for row in (each for path in paths for each in _figures(path)):
-        named = {each["backend"] for each in row["engines"]}
-        absent = [
-            each
-            for each in rows.get(row["graph"], {"engines": []})["engines"]
-            if "reason" in each and each["backend"] not in named
-        ]
-        rows[row["graph"]] = {**row, "engines": [*row["engines"], *absent]}
-    return paths, [*rows.values()]
-
-
-def _released_rows() -> list[str]:
-    """Figures of plain torch and of each backend for every graph at the released dims."""
-    paths, rows = _released_figures()
-    lines = [
-        "",
-        "| graph, sizes | backend | error | engine KB | load ms | anonymous MiB | file-backed MiB | run ms | "
-        "run / torch |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        sizes = ", ".join(f"{name} {size}" for name, size in row.get("sizes", {}).items())
-        for each in row["engines"]:
-            name = f"{row['graph']}, {sizes}" if each is row["engines"][0] else ""
-            if "reason" in each:
-                lines.append(f"| {name} | `{each['backend']}` | {each['reason']} | | | | | | |")
-                continue
-            numbers = (
-                f"{each['engine_bytes'] / 1000:.0f}" if "engine_bytes" in each else "",
-                f"{each['load_ms']:.0f}" if "load_ms" in each else "",
-                f"{each['anonymous_mib']}" if "anonymous_mib" in each else "",
-                f"{each['file_backed_mib']} of {row['weight_mib']}" if "file_backed_mib" in each else "",
-            )
-            error = f"{each['error']:.1e}" if each["backend"] != "torch" else "reference"
-            cells = (
-                name,
-                f"`{each['backend']}`",
-                error,
-                *numbers,
-                f"{each['run_ms']:.0f}",
-                f"{each['run_ratio']:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    result = json.loads(paths[0].read_text(encoding="utf-8"))
-    packages = ("python", "torch", "onnxruntime", "onnxscript")
-    versions = ", ".join(f"{name} {result['versions'][name]}" for name in packages)
-    cpu = f"{result['hardware']['cpu']}, {result['hardware']['cores']} cores, shared"
-    files = ", ".join(f"`benchmarks/results/{path.name}`" for path in paths)
-    return [*lines, "", f"{files}, commit {result['commit'][:7]}: {cpu}; {versions}.", ""]
-
-
-def _backend_rows() -> list[str]:
-    path = ROOT / "benchmarks" / "results" / "backends-cpu.json"
-    result = json.loads(path.read_text(encoding="utf-8"))
-    lines = [
-        "",
-        "| graph | backend | error | KB | load ms | run ms | run / first |",
-        "|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for row in sorted(result["figures"], key=lambda each: str(each["graph"])):
-        for engine in row["engines"]:
-            cells = (
-                row["graph"],
-                f"`{engine['backend']}`",
-                f"{engine['error']:.1e}",
-                f"{engine['engine_bytes'] / 1000:.0f}",
-                f"{engine['load_ms']:.0f}",
-                f"{engine['run_ms']['median']:.2f}",
-                f"{engine['run_ratio']:.2f}",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "All engines of an artifact in a new process: size of engines and weights, seconds to import and to load them,",
-        "anonymous memory after every graph ran once, file-backed memory, and the compiler modules that were loaded.",
-        "",
-        "| backends | engines MB | weights MB | import s | load s | anonymous MiB | file-backed MiB | compilers |",
-        "|---|--:|--:|--:|--:|--:|--:|---|",
-    ]
-    for row in result["processes"]:
-        cells = (
-            " ".join(f"`{each}`" for each in row["backends"]),
-            f"{row['engine_bytes'] / 1e6:.1f}",
-            f"{row['weight_bytes'] / 1e6:.1f}",
-            f"{row['import_s']:.2f}",
-            f"{row['load_s']:.2f}",
-            f"{row['anonymous_after_runs_kib'] / 1024:.0f}",
-            f"{row['file_backed_kib'] / 1024:.0f}",
-            ", ".join(row["compilers"]) or "none",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if name != "mingc")
-    return [*lines, "", f"`benchmarks/results/{path.name}`: {versions}.", ""]
 
 
 if __name__ == "__main__":

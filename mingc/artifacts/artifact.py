@@ -26,10 +26,9 @@ from mingc.artifacts.manifest import (
     read_manifest,
 )
 from mingc.artifacts.packed_file import PackedFile, open_packed
-from mingc.artifacts.target import is_rtx
+from mingc.artifacts.target import Host, is_rtx
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
-from mingc.host.machine import Host
 
 _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # in torch's spelling, weakest first
 
@@ -174,7 +173,7 @@ def fingerprint_problems(recorded: Fingerprint, here: Host) -> list[str]:
 def _runs_on(recorded: Fingerprint, here: Host) -> bool:
     """CPU engines run on their instruction set and every later one.
 
-    CUDA engines only on the capabilities that they name.
+    CUDA engines run only on the capabilities that they name.
     """
     if recorded.device == "cpu" and {recorded.capability, here.capability} <= set(_CPU_CAPABILITIES):
         return _CPU_CAPABILITIES.index(recorded.capability) <= _CPU_CAPABILITIES.index(here.capability)
@@ -215,7 +214,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
 
 
 def write_failure(error: Exception) -> str | None:
-    """Why files cannot be written; None for another error. Libraries wrap a full disk in errors of their own."""
+    """Why files cannot be written; None for another error. Libraries wrap a full disk in their own errors."""
     if isinstance(error, OSError):
         is_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
         return error.strerror if is_write else None
@@ -226,7 +225,7 @@ def write_failure(error: Exception) -> str | None:
 def check_replaceable(root: Path, *, replace_existing: bool, option: str = "--output") -> None:
     """Raises: ConfigError unless nothing is at `root`, or an artifact or an empty folder that may be replaced.
 
-    `option` is what the user passed `root` as, for errors.
+    Errors name the option `option`, by which the user passed `root`.
     """
     if not os.path.lexists(root):
         return
@@ -248,7 +247,7 @@ def check_replaceable(root: Path, *, replace_existing: bool, option: str = "--ou
 
 
 def put_in_place(work: Path, root: Path, *, replace_existing: bool, option: str = "--output") -> None:
-    """Rename `work` to `root`; remove the replaced artifact and those that builds killed at this point left."""
+    """Rename `work` to `root`; remove the replaced artifact, and artifacts that killed builds replaced but left."""
     try:
         check_replaceable(root, replace_existing=replace_existing, option=option)
     except ConfigError as error:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
@@ -32,7 +32,7 @@ _Parameters = TypeVar("_Parameters")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """What the engines were built with and for; compared with the machine before anything is loaded."""
+    """The environment and the machine that engines were built for; compared with this machine before loading."""
 
     mingc: str
     torch: str  # release, without the local build tag: engines of 2.13.0+cpu and 2.13.0 are the same code
@@ -47,9 +47,9 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """How far a compiled graph is from its float32 reference: worst relative error of any output.
+    """Distance of a compiled graph from its float32 reference: worst relative error of any output.
 
-    `eager` is the same for the uncompiled module. The reference computes with the stored weights; when they are
+    `eager` is the error of the uncompiled module. The reference computes with the stored weights; when they are
     quantized, `quantization` is its distance from the float32 reference with the checkpoint's weights. `rerouted` is
     the share of tokens that rounding sends to other experts; each is compared with the reference computed with these
     experts. None: nothing is routed, or nothing is rounded. `untested_experts` counts experts that
@@ -90,9 +90,9 @@ class EngineCost:
 class EngineRecord:
     """One compiled engine of a graph.
 
-    `dims` are the sizes it was compiled for, for a static engine; None for one that takes every size in the
-    graph's ranges. `file` is relative to the artifact; `sha256` repeats the file table's entry. `cost` holds one
-    entry for a static engine, else one for every combination of buckets.
+    `dims` are the sizes that a static engine was compiled for; None: the engine takes every size in the graph's ranges.
+    `file` is relative to the artifact. `cost` holds one entry for a static engine, else one for every combination of
+    buckets.
     """
 
     backend: str
@@ -104,10 +104,9 @@ class EngineRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTiming:
-    """Calls of one backend's engine at sizes `dims`, timed at export alternately with those of other backends.
+    """Calls of one backend's engine at sizes `dims`, timed at export alternately with other backends.
 
-    If one of these failed, each was timed alone. `median_us` are microseconds of the median call, `calls` how many
-    there were.
+    If one of them failed, each was timed alone. `median_us`: microseconds of the median of `calls` calls.
     """
 
     backend: str
@@ -176,7 +175,7 @@ class QuantizationError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedKernel:
-    """The fastest configuration of the mixture-of-experts kernels for `tokens` tokens, of those timed at export.
+    """The fastest of the timed configurations of the mixture-of-experts kernels for `tokens` tokens.
 
     Attributes:
         kernel: moe_gemv (one token including its routing), expert_gemv (one routed token), batch (a few tokens) or
@@ -245,7 +244,8 @@ class FileRecord:
 class Manifest:
     """The whole manifest.json. Paths are relative to the artifact and use `/`.
 
-    `parameters` maps a stage to its parameters dataclass as JSON, see `parameters_of`.
+    `parameters` maps a built-in stage to its dataclass, and a stage of another distribution to JSON, which
+    `parameters_of` reads as the dataclass of that distribution.
     """
 
     schema: int
@@ -253,7 +253,7 @@ class Manifest:
     fingerprint: Fingerprint
     stages: dict[str, StageRecord]
     graph: StageGraph
-    parameters: dict[str, dict[str, Any]]
+    parameters: Mapping[str, Any]
     tokenizers: dict[str, str]  # stage → tokenizer.json
     speaker_network: str | None  # ONNX file of the speaker embedding, for voices registered later
     voices: tuple[VoiceRecord, ...]
@@ -281,12 +281,17 @@ class Manifest:
                 yield optional
 
     def find_parameters(self, stage: str, kind: type[_Parameters]) -> _Parameters | None:
-        """The parameters of `stage` as the dataclass `kind`, None when the artifact has none of it.
+        """The parameters of `stage`, None when the artifact has none. JSON of other distributions is decoded here.
 
-        Raises: ManifestError when they are not those of `kind`, or out of range.
+        Raises: ManifestError when the dataclass `kind` does not describe them.
         """
         given = self.parameters.get(stage)
-        return None if given is None else _read_parameters(kind, given, f"$.parameters.{stage}")
+        if given is None or isinstance(given, kind):
+            return given
+        where = f"$.parameters.{stage}"
+        if not isinstance(given, Mapping):
+            raise ManifestError(f"{stage} has {type(given).__name__}, not {kind.__name__}", where=where)
+        return _read_parameters(kind, given, where)
 
     def parameters_of(self, stage: str, kind: type[_Parameters]) -> _Parameters:
         """As `find_parameters`. Raises: ArtifactError as well, when the artifact has no parameters of `stage`."""
@@ -358,20 +363,17 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
         )
     try:
         manifest = decode(Manifest, {key: value for key, value in document.items() if key != _HASH_KEY})
+        manifest = replace(manifest, parameters=_typed(manifest.parameters))
         problems = [*_graph_problems(manifest), *_record_problems(manifest)]
-        built_in = {}
-        for name, kind in BUILT_IN.items():
-            if name in manifest.parameters:
-                where = f"$.parameters.{name}"
-                read = decode(kind, manifest.parameters[name], where)
-                built_in[name] = encode(read)
-                problems += range_problems(read, where)
+        built_in = {name: given for name, given in manifest.parameters.items() if name in BUILT_IN}
+        for name, given in built_in.items():
+            problems += range_problems(given, f"$.parameters.{name}")
         if not problems:
             signatures = {
                 stage: {graph: each.spec for graph, each in record.graphs.items()}
                 for stage, record in manifest.stages.items()
             }
-            problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
+            problems += signature_problems(encode(built_in), signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
@@ -406,6 +408,14 @@ def _schema_fix(schema: object, document: Any) -> str:
     if isinstance(schema, int) and schema > SCHEMA:
         return f"install the mingc{by} that wrote the artifact, or a later one; or {again}"
     return f"{again}, or install the mingc{by} that wrote the artifact, from before schema {SCHEMA}"
+
+
+def _typed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """`parameters` with the ones of built-in stages decoded."""
+    return {
+        name: decode(BUILT_IN[name], given, f"$.parameters.{name}") if name in BUILT_IN else given
+        for name, given in parameters.items()
+    }
 
 
 def _read_parameters(kind: type[_Parameters], given: Any, where: str) -> _Parameters:

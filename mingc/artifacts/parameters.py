@@ -131,4 +131,4 @@ BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
         "audio_vae": VaeParameters,
     }
 )
-"""Parameters of the built-in stages, which are checked whenever a manifest is read."""
+"""Parameters of the built-in stages, which are decoded and checked when a manifest is read."""

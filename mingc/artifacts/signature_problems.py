@@ -149,7 +149,7 @@ def _bucket_problems(parameters: Mapping[str, Parameters], graphs: Mapping[str, 
 
 
 def _size(spec: GraphSpec, name: str, axis: int) -> int | None:
-    """The size of an axis; None when it varies or the graph has no such tensor."""
+    """The size of an axis; None when it varies or the graph lacks the tensor."""
     tensors: tuple[TensorSpec, ...] = (*spec.inputs, *spec.outputs, *spec.state)
     for tensor in tensors:
         if tensor.name == name and axis < len(tensor.shape):

@@ -84,7 +84,7 @@ class StageGraph:
                 yield f"port {port} of {target} has several producers: {', '.join(sources)}"
 
     def policy(self, name: str) -> Policy:
-        """The run policy of stage `name`; KeyError when the graph has no such stage."""
+        """The run policy of stage `name`; KeyError when the graph lacks the stage."""
         for node in self.nodes:
             if node.name == name:
                 return node.policy

@@ -27,6 +27,15 @@ _RTX = "rtx:"
 _CUDA = "cuda:"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """The part of a fingerprint that depends on the machine."""
+
+    torch: str
+    device: str
+    capability: str
+
+
 def is_rtx(target: str) -> bool:
     """Whether a target of an export names RTX cards: `rtx:sm86,sm89`."""
     return target.startswith(_RTX)
@@ -274,7 +283,7 @@ TARGETS = (_H200, _H100)
 def lookup(capability: tuple[int, int], device_name: str, num_multiprocessors: int) -> Target:
     """The row of a GPU as its driver describes it, with the driver's number of multiprocessors.
 
-    A GPU without a row gets a target without kernels of its own.
+    A GPU without a row gets a target without special kernels.
     """
     for row in TARGETS:
         assert row.device_name is not None

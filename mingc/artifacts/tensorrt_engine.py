@@ -22,7 +22,7 @@ _FIX = "copy the artifact again, or export again"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHeader:
-    """What an engine was built by and for.
+    """The builder of an engine and the cards it is for.
 
     Attributes:
         library, version: `tensorrt_rtx` or `tensorrt`, and its version, which alone can load the plan.

@@ -23,7 +23,7 @@ _SUFFIX = ".partial"
 def work_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
     """A new locked folder `<prefix><8 hex digits>.partial` in `parent`; renamed inside the block, or gone after it.
 
-    Removes folders of such a name that no process locks. Locked folders stay, and so do all on a file system
+    Removes folders with this prefix that no process locks. Locked folders stay, and so do all on a file system
     without locks. Raises: OSError when no folder can be made.
     """
     parent.mkdir(parents=True, exist_ok=True)

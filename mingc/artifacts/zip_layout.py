@@ -1,4 +1,4 @@
-"""The bytes of a packed bundle around its files: stored ZIP64, every file at a multiple of 4,096 bytes.
+"""The bytes that a packed bundle has around its files: stored ZIP64, every file at a multiple of 4,096 bytes.
 
 The layout depends only on names, sizes and CRC-32; it has no times, attributes or comments. So a reader can recompute
 it and compare: every byte of a bundle is checked, and two packs of the same files are identical.
@@ -88,7 +88,7 @@ def central_directory(placed: Sequence[Placed], crcs: Sequence[int]) -> bytes:
 
 
 def directory_place(tail: bytes) -> tuple[int, int] | None:
-    """Offset and bytes of the index, from the last `TAIL_BYTES` of a file; None when they are no such end."""
+    """Offset and bytes of the index, from the last `TAIL_BYTES` of a file; None when they are not end records."""
     if len(tail) != TAIL_BYTES or tail[:4] != b"PK\6\6":
         return None
     fields = _END64.unpack_from(tail)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mingc.artifacts.artifact import open_unchecked
 from mingc.artifacts.bundle_manifest import BUNDLE_FILE, parse_bundle_manifest
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FILE_NAME, Manifest
 
 
@@ -114,8 +115,9 @@ def _settings(before: Manifest, after: Manifest) -> list[str]:
         ]
         if fields:
             lines.append(f"voice {voice.name}: {', '.join(fields)}")
-    for stage in sorted({*before.parameters} & {*after.parameters}):
-        one, other = before.parameters[stage], after.parameters[stage]
+    parameters, changed = encode(before.parameters), encode(after.parameters)
+    for stage in sorted({*parameters} & {*changed}):
+        one, other = parameters[stage], changed[stage]
         keys = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
         if keys:
             lines.append(f"parameters of {stage}: {', '.join(keys)}")

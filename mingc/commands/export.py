@@ -16,7 +16,7 @@ from mingc.export.recipe import RTX_BACKEND, ExportRecipe
 from mingc.options import changed_words
 
 if TYPE_CHECKING:
-    from mingc.export.pipeline import ExportReport
+    from mingc.export.report import ExportReport
 
 _NO_CACHE = option("--no-cache", is_flag=True, help="Compile every engine, and keep none.")
 
@@ -45,7 +45,7 @@ def command(as_json: bool, checkpoint: Path, no_cache: bool, **_: Any) -> int:
     if is_rtx(target):
         options.setdefault("backend", (RTX_BACKEND,))
     if names_cuda_gpu(target):  # importing torch takes seconds
-        from mingc.export.checks.preflight import resolve_target
+        from mingc.export.preflight import resolve_target
 
         options["target"] = resolve_target(target)
     show(run_export(ExportRecipe(checkpoint=checkpoint, **options)), as_json=as_json)
@@ -54,7 +54,7 @@ def command(as_json: bool, checkpoint: Path, no_cache: bool, **_: Any) -> int:
 
 def run_export(recipe: ExportRecipe) -> ExportReport:
     """Export with the replay, the recorder and the timer that other packages provide; progress goes to stderr."""
-    from mingc.export.pipeline import export_artifact
+    from mingc.export.run import export_artifact
     from mingc.probe.engine_trial import time_engines
     from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens

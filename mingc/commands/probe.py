@@ -73,7 +73,7 @@ def command(
         check_html_path(html)
     with ExitStack() as stack:
         if synthetic is not None:
-            from mingc.export.probe_recipe import probe_folder, synthetic_recipe
+            from mingc.export.synthetic.probe import probe_folder, synthetic_recipe
 
             artifact = stack.enter_context(probe_folder(artifact))
             recipe = synthetic_recipe(

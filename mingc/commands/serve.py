@@ -22,7 +22,7 @@ from mingc.server.options import ServeOptions
 
 if TYPE_CHECKING:
     from mingc.runtime.service.omni import OmniService
-    from mingc.runtime.service.startup import StartupClock
+    from mingc.runtime.service.startup_clock import StartupClock
 
 _CHECKS = [
     option(
@@ -83,7 +83,7 @@ def command(
     dies or hangs, running chats get an error, and the server exits with code 4. With --self-check it exits with 3 when
     an answer differs from the recorded one.
     """
-    from mingc.runtime.service.startup import StartupClock
+    from mingc.runtime.service.startup_clock import StartupClock
 
     clock = StartupClock()
     of_http, of_media, of_engines = given(ServeOptions, MediaOptions, EngineOptions, where="mingc serve")
@@ -104,7 +104,7 @@ def command(
     keys = ApiKeys(http.api_key_file)
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
-    changed = [word for each in (http, media, engines) for word in changed_words(each)]
+    changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
     step_logger("serve")(" ".join([str(artifact), *changed]))
     decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
     service = open_service(artifact, engines, clock, media=decoders)

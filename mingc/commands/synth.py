@@ -28,7 +28,7 @@ def command(as_json: bool, output: Path, config: str, layers: int | None, seed: 
     The folder OUTPUT gets the released layout.
     """
     from mingc.console.report import show
-    from mingc.export.checkpoint_writer import synthesize
+    from mingc.export.synthetic.writer import synthesize
 
     show(synthesize(config, output, layers=layers, seed=seed, log=step_logger("synth")), as_json=as_json)
     return 0

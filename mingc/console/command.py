@@ -121,9 +121,9 @@ def declared(
     groups: dict[str, list[Decorator]] = {}
     for kind in kinds:
         for each in options_of(kind).values():
-            if each.declared.flag is not None:
+            if each.flag is not None:
                 default = (defaults or {}).get(each.name, each.default)
-                groups.setdefault(each.declared.group, []).append(_click_option(each, default))
+                groups.setdefault(each.group, []).append(_click_option(each, default))
     for title, options in (others or {}).items():
         groups.setdefault(title, []).extend(options)
 
@@ -137,21 +137,24 @@ def declared(
 
 def _click_option(declaration: Option, default: Any) -> Decorator:
     """The option of click, whose value is the text that was given; `given` parses it."""
-    told = declaration.declared
-    assert told.flag is not None
+    assert declaration.flag is not None
     if declaration.kind is bool:
-        return option(told.flag, declaration.name, is_flag=True, default=default, help=told.help)
+        return option(
+            declaration.flag, declaration.name, is_flag=True, default=default, help=declaration.help
+        )
     settings: dict[str, Any] = {"required": default is REQUIRED}
     if default not in (None, REQUIRED, ()):
-        settings["default"] = [*map(declaration.text, default)] if told.repeats else declaration.text(default)
+        settings["default"] = (
+            [*map(declaration.text, default)] if declaration.repeats else declaration.text(default)
+        )
     return option(
-        told.flag,
+        declaration.flag,
         declaration.name,
         type=str,
-        metavar=declaration.metavar,
-        multiple=told.repeats,
-        show_default=told.shown_default or True,
-        help=told.help,
+        metavar=declaration.placeholder,
+        multiple=declaration.repeats,
+        show_default=declaration.shown_default or True,
+        help=declaration.help,
         **settings,
     )
 

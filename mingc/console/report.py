@@ -68,7 +68,11 @@ def _show(result: object, stream: IO[str], *, as_json: bool) -> None:
 def show_error(error: MingcError, *, as_json: bool) -> None:
     """Write an error to stderr and, with `as_json`, also as an object to stdout."""
     width = _console(sys.stderr).width if sys.stderr.isatty() else None
-    for label, text in (("mingc: error", error.message), ("  where", error.where), ("  fix", error.fix)):
+    for label, text in (
+        ("mingc: error", error.message.replace("\n", "\n  ")),
+        ("  where", error.where),
+        ("  fix", error.fix),
+    ):
         if text:
             print(_wrapped(f"{label}: {text}", "    ", width), file=sys.stderr)
     if as_json:
@@ -159,8 +163,8 @@ def _print_table(console: Console, title: str, rows: list[dict[str, Any]]) -> No
     # The first column also keeps names of several words whole.
     whole = min(max(map(len, texts[names[0]])), _MAX_NAME, console.width * 2 // 3)
     least[names[0]] = max(least[names[0]], whole)
-    for part in _parts(least, console.width):
-        _print_part(console, part, rows, texts)
+    for index, part in enumerate(_parts(least, console.width)):
+        _print_part(console, part, rows, texts, is_continued=index > 0)
 
 
 def _parts(least: Mapping[str, int], width: int) -> list[dict[str, int]]:
@@ -180,9 +184,17 @@ def _width(widths: Sequence[int]) -> int:
 
 
 def _print_part(
-    console: Console, least: Mapping[str, int], rows: list[dict[str, Any]], texts: Mapping[str, Sequence[str]]
+    console: Console,
+    least: Mapping[str, int],
+    rows: list[dict[str, Any]],
+    texts: Mapping[str, Sequence[str]],
+    *,
+    is_continued: bool,
 ) -> None:
-    """Print the columns of `least`, which get the remaining space in their order."""
+    """Print the columns of `least`, which get the remaining space in their order.
+
+    A continued table has no rows without a value of their own.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -197,8 +209,9 @@ def _print_part(
             isinstance(value, int | float | None) and not isinstance(value, bool) for value in values
         )
         table.add_column(_words(name), justify="right" if is_number else "left", width=width + more)
-    for cells in zip(*(texts[name][1:] for name in least), strict=True):
-        table.add_row(*map(Text, cells))
+    for first, *others in zip(*(texts[name][1:] for name in least), strict=True):
+        if any(others) or not is_continued:
+            table.add_row(*map(Text, (first, *others)))
     whole = console.width
     console.width = max(whole, _width([*least.values()]))  # a single long word is not cut either
     console.print(table)

@@ -183,8 +183,8 @@ def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None) -> None:
 def gives_memory_back() -> Iterator[None]:
     """Release cached device memory after the block, so that other processes can use it.
 
-    What lives before the block is not looked at again when garbage is collected: the objects of torch and of sympy
-    would take a third of the time of tracing small graphs.
+    Garbage collection skips objects that exist before the block: visiting the objects of torch and sympy would take a
+    third of the time of tracing small graphs.
     """
     gc.collect()
     gc.freeze()

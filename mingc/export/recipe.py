@@ -14,11 +14,11 @@ from mingc.export.defaults import BATCH_SIZES, MAX_MODEL_LEN, PREFILL_CHUNK_SIZE
 from mingc.options import GIGABYTES, REQUIRED, check, option, options_of
 
 if TYPE_CHECKING:
-    from mingc.export.stage import Stage
+    from mingc.export.stage import Shard, Stage, StageOptions
 
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
-"""In place of a backend's name: every one that can build for the target, of which the fastest is kept."""
+"""In place of a backend's name: time every backend that can build for the target, and keep the fastest."""
 BACKEND = "aoti"
 RTX_BACKEND = "tensorrt"  # the only one that builds for RTX cards that are not in the machine
 _WHAT, _SIZES, _HOW, _CACHE = "What to export", "Sizes", "Compilation", "Cache of engines"
@@ -204,7 +204,7 @@ class ExportRecipe:
         known = _stages()
         chosen: list[tuple[str, Collection[str]]] = [
             (
-                f"{options[field].flag} {getattr(self, field)}",
+                f"{options[field].label} {getattr(self, field)}",
                 [name for name, stage in known.items() if field in stage.options],
             )
             for field in _OF_STAGES
@@ -247,7 +247,7 @@ class ExportRecipe:
         return self._candidates() if self.is_measured(stage) else (self._backend_of(stage),)
 
     def is_measured(self, stage: str) -> bool:
-        """Whether the backends of `stage` are timed, and one that cannot build a graph is skipped."""
+        """Whether the backends of `stage` are timed; a backend that cannot build a graph is then skipped."""
         return self._backend_of(stage) == AUTO
 
     def unsupported(self) -> dict[str, str]:
@@ -270,6 +270,28 @@ class ExportRecipe:
         return {
             name: find_backend(name).unsupported_reason(self.target, self.dtype) for name in BACKENDS.names()
         }
+
+
+def stage_options(recipe: ExportRecipe) -> StageOptions:
+    """The recipe as stages see it."""
+    from mingc.dtypes import torch_dtype
+    from mingc.export.stage import StageOptions
+
+    return StageOptions(
+        dtype=torch_dtype(recipe.dtype),
+        device=recipe.device,
+        static_buckets=recipe.target == "cuda",
+        batch_sizes=recipe.batch_sizes,
+        max_model_len=recipe.max_model_len,
+        prefill_chunk_size=recipe.prefill_chunk_size,
+    )
+
+
+def first_shard(stage: Stage, recipe: ExportRecipe) -> Shard:
+    """The rank whose graphs are compiled; its engines serve all ranks."""
+    from mingc.export.stage import Shard
+
+    return Shard(rank=0, world_size=recipe.world_size if stage.is_sharded else 1)
 
 
 def _parse_backend(word: str) -> tuple[str, tuple[str, ...]]:

@@ -62,6 +62,10 @@ class StageOptions:
         """The largest batch of one step."""
         return self.batch_sizes[-1]
 
+    def engine_sizes(self, graph: GraphDef) -> list[dict[str, int] | None]:
+        """The sizes that engines of a graph are compiled for; None is one engine for every size."""
+        return [*(graph.sizes or graph.spec.bucket_sizes())] if self.static_buckets else [None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertDims:
@@ -119,8 +123,8 @@ class GraphDef:
     module's submodule `router` names in `routing` a method that is called with the inputs and whose return value ends
     with the expert ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
     `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an int64
-    input (rows,) of a graph whose states are pools: a call reads and writes no other rows of them, along their first
-    axis, than those and row 0, which is padding.
+    input (rows,) of a graph whose states are pools: a call reads and writes only these rows of their first axis, and
+    row 0, which is padding.
     """
 
     spec: GraphSpec

@@ -1,8 +1,7 @@
 """Arrays of many megabytes that can be dropped anywhere without stopping other threads.
 
 Python keeps its lock while memory is returned to the system, whichever thread drops the last reference. For 100 MB that
-takes 3 to 20 ms, in which the event loop cannot run. The memory of a large array is returned by a thread of its own
-instead, in small steps.
+takes 3 to 20 ms, in which the event loop cannot run. A thread returns the memory of large arrays in small steps.
 """
 
 from __future__ import annotations

@@ -9,19 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mingc.artifacts.target import Target, lookup
+from mingc.artifacts.target import Host, Target, lookup
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """The part of a fingerprint that depends on the machine."""
-
-    torch: str
-    device: str
-    capability: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

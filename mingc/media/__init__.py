@@ -1,1 +1,1 @@
-"""Host side of model inputs: images, video, audio, chat prompts and speech prompts."""
+"""Decodes media (images, videos, sounds) to features, in processes with limits; prompts hold the features."""

@@ -25,11 +25,11 @@ from mingc.prompts.features import AudioFeatures
 _BLOCK_SAMPLES = 1 << 18  # of all channels together
 _MAX_CHANNELS = 64
 _MAX_PACKET_SAMPLES = 1 << 21  # of one packet, beyond the longest frame of any format
-# Blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
+# Bytes per sample: blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
 _SAMPLE_COST = 20
 _SLACK_SECONDS = 0.1  # decoded beyond the limit; the exact limit is checked after resampling, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
-_NO_PICTURES = 1 << 20  # pixels of a frame that probing may decode, in a video of which the sound is wanted
+_NO_PICTURES = 1 << 20  # probing may decode a frame of this many pixels, in a video whose sound is wanted
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
 
 

@@ -23,9 +23,9 @@ from mingc.media.decoder_process import (
     send,
     unpack,
 )
+from mingc.media.decoding import digest_of, with_digest
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
 from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
-from mingc.media.task import digest_of, with_digest
 from mingc.prompts.features import Features
 from mingc.prompts.media_decoder import MediaTask
 

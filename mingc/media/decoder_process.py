@@ -27,8 +27,8 @@ from PIL import Image
 from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
 from mingc.host import large_arrays
+from mingc.media.decoding import run_task
 from mingc.media.limits import MIB
-from mingc.media.task import run_task
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaTask
 

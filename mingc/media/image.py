@@ -343,8 +343,8 @@ def load_image(
 ) -> VisionFeatures:
     """Encoded image → patches, with both resizes. `where` names the image in errors.
 
-    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`; the latter before it is
-    decoded.
+    Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`, which is known before
+        decoding.
     """
     limits = limits or MediaLimits()
     with open_image(data, where) as image:

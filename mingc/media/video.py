@@ -313,7 +313,7 @@ def load_video(
 ) -> VideoFeatures:
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
-    Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, the latter before a
+    Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, which is known before a
     frame is decoded; ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (

@@ -195,7 +195,7 @@ def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
 def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
     """Rows with every sampling parameter and evenly spaced uniform numbers, without bans.
 
-    Columns: `docs/kernels.md`.
+    Columns: `docs/internals/kernels.md`.
     """
     columns = torch.zeros(shape)
     columns[:, : len(_SAMPLING)] = torch.tensor(_SAMPLING)

@@ -280,7 +280,9 @@ def _targets(artifact: Artifact) -> Iterator[_Target]:
                         spec=graph.spec,
                         engine=engine,
                         sizes=sizes,
-                        room=room(graph.spec, sizes, page_size(artifact.manifest.parameters.get(stage, {}))),
+                        room=room(
+                            graph.spec, sizes, page_size(encode(artifact.manifest.parameters.get(stage, {})))
+                        ),
                     )
                     if target.room >= target.new_tokens:
                         yield target
@@ -325,7 +327,7 @@ class _Run:
             spec=target.spec,
             sizes=target.sizes,
             context=target.held(self._options.context),
-            parameters=artifact.manifest.parameters.get(target.stage, {}),
+            parameters=encode(artifact.manifest.parameters.get(target.stage, {})),
         )
         tensors, graph = case.make(self._device), loaded[target.spec.name]
 

@@ -184,7 +184,7 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first such message."""
+    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first one."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)

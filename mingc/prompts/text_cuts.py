@@ -35,7 +35,7 @@ _CUTS = {
 def find_cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     r"""The pattern whose matches end where a text of `tokenizer` can be cut; None when no such place is known.
 
-    The configuration has to be one that is proven here: a known way of splitting a text into words, of which each is
+    The configuration has to be one that is proven here: a known way of splitting a text into words, where each word is
     tokenized alone, without normalization or with NFC.
 
     - No match of the known expressions contains both characters around a cut, so every text has a word boundary there.

@@ -87,7 +87,7 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of a request. `cached_tokens`: those of `prompt_tokens` found in the prefix cache."""
+    """Token counts of a request. `cached_tokens`: how many of `prompt_tokens` the prefix cache held."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0

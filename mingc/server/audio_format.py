@@ -135,7 +135,7 @@ class _FlacStream:
 class Base64Stream:
     """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.
 
-    Only the last one may be padded, so each but the last encodes a multiple of three bytes.
+    Only the last piece may be padded, so all others encode a multiple of three bytes.
     """
 
     def __init__(self) -> None:

@@ -282,7 +282,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
-                # Linux needs a descriptor even to see that nobody waits: only the first call is known to have a client.
+                # Linux needs a descriptor even to see that no client waits; only for the first call one does.
                 if index == 0:
                     self._pause(error)
                 return

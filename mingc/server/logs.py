@@ -55,7 +55,7 @@ class TextFormatter(logging.Formatter):
         text = f"{head}{f' [{request_id}]' if request_id else ''} {_message(record)}"
         if record.exc_info is None:
             return text
-        # Indented: the text of an exception may look like a line of its own.
+        # Indented: the text of an exception may look like a log line.
         return f"{text}\n{textwrap.indent(printable(self.formatException(record.exc_info)), '  ')}"
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server, in a registry of their own, and their list for the documentation."""
+"""Prometheus metrics of one server, and their list for the documentation."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import GraphRecord
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import CompileError
-from mingc.export.compile import schedule
+from mingc.export import schedule
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
 from mingc.export.compile.backends.onnx import BACKEND as ONNX

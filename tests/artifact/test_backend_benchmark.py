@@ -1,19 +1,15 @@
-"""The measuring script of a backend's engines: its cases, processes and results, and its requests to a real server.
-
-No GPU and no TensorRT are here; the server runs the eager artifact.
-"""
+"""The measuring script of a backend's engines: its cases, processes and results, without a GPU or TensorRT."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import backend_engines as script
 import pytest
-from mingc_command import EAGER, mingc_here
+from mingc_command import mingc_here
 from part_driver import Driver
 
 from mingc.artifacts.codec import encode
@@ -28,7 +24,7 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
 STAGES = ("vision_encoder", "audio_encoder", "talker", "cfm", "audio_vae")
 
@@ -72,7 +68,7 @@ def test_transformers_are_cut_and_keep_their_widths(tmp_path: Path) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Any:
-    words = ["--output", "/some/where", "--parts", "tiny"]
+    words = ["--output", "/some/where", "--parts", "auto"]
     made = Driver(
         Path(script.__file__),
         tmp_path,
@@ -89,7 +85,7 @@ def test_results_are_written_after_every_part_and_a_part_has_a_limit(driver: Any
     driver.keep(
         "machine", {"gpu": "NVIDIA H200, 580.1, 1 MHz", "versions": {"torch": "2.11.0", "cuda": "13.0"}}
     )
-    answered = driver.finish(driver.start("tiny-export", [*python, "print('{\"seconds\": 3}')"], 60.0))
+    answered = driver.finish(driver.start("auto-export", [*python, "print('{\"seconds\": 3}')"], 60.0))
     assert answered == {"exit": 0, "log": "", "document": {"seconds": 3}}
     crashed = driver.finish(
         driver.start("a", [*python, "import os, sys; print('x', file=sys.stderr); os.abort()"], 60.0)
@@ -110,11 +106,11 @@ def test_results_are_written_after_every_part_and_a_part_has_a_limit(driver: Any
     late = driver.finish(slow)
     assert late["exit"] == "out of time" and slow.process.returncode == -9
     written = json.loads((tmp_path / "result.json").read_text())
-    assert written["command"] == "python benchmarks/backend_engines.py --output where --parts tiny"
+    assert written["command"] == "python benchmarks/backend_engines.py --output where --parts auto"
     assert written["commit"] == "abcdef0" and written["hardware"]["gpu"] == "NVIDIA H200"
     rows = {(each["name"], each["case"]): each for each in written["figures"]}
     assert rows["build_s", "g"]["median"] == 1.5 and rows["build_s", "h"]["refused"] == "out of time"
-    assert rows["command", "tiny-export"]["median"] == 0 and rows["command", "tiny-export"]["seconds"] == 3
+    assert rows["command", "auto-export"]["median"] == 0 and rows["command", "auto-export"]["seconds"] == 3
 
 
 def test_a_measured_case_becomes_rows_of_the_result_file() -> None:
@@ -172,32 +168,14 @@ def test_times_of_auto_say_which_engine_was_kept() -> None:
     assert {each["case"] for each in rows} == {"talker.step"}
 
 
-def test_a_server_of_every_stage_speaks_and_says_what_it_has_loaded(
-    eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = os.pathsep.join(filter(None, (str(EAGER), os.environ.get("PYTHONPATH"))))
-    monkeypatch.setenv("PYTHONPATH", path)
-    found = script.serve_and_ask(eager_artifact, tmp_path, ("thinker", *STAGES), "eager")
-    assert found["exit"] == 0
-    assert found["engines"] == ",".join(f"{each}=eager" for each in STAGES)
-    assert {*found["answers"]} == {"speech", "spoken_chat", "spoken_chat_of_media"}
-    for name, each in found["answers"].items():
-        assert "error" not in each, f"{name}: {each}"
-        assert each["samples"] > 0 and each["loudest"] > 0, name
-    assert found["loaded"] == {"modules": [], "libraries": []}
-    rows = script.figures({"tiny-serve": found})
-    assert [each["case"] for each in rows if each["name"] == "served"] == [*found["answers"]]
-
-
 def test_the_options_of_its_exports_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An export is refused for want of a GPU or of the library, not for an unknown option."""
     monkeypatch.setattr(
         sys, "argv", ["backend_engines.py", "--output", str(tmp_path), "--folder", str(tmp_path)]
     )
-    given, _ = script.parse_args()
+    given = script.parse_args()
     monkeypatch.chdir(script.ROOT)
-    for backends in (("aoti",), ("aoti", "tensorrt:talker"), ("auto",)):
-        words = script.export_words(given, tmp_path / "out", ("thinker", "talker"), *backends)
-        done = mingc_here(*words[words.index("export") :])
-        assert done.code == 2 and "No such option" not in done.stderr
-        assert "CUDA device" in done.stderr or "needs tensorrt-rtx" in done.stderr, done.stderr
+    words = script.export_words(given, tmp_path / "out")
+    done = mingc_here(*words[words.index("export") :])
+    assert done.code == 2 and "No such option" not in done.stderr
+    assert "CUDA device" in done.stderr or "needs tensorrt-rtx" in done.stderr, done.stderr

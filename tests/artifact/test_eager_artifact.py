@@ -12,7 +12,7 @@ from eager_engine import EagerEngine
 from golden_checks import check_goldens_in_process
 
 from mingc.artifacts.artifact import open_artifact
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
 from mingc.runtime.service.builder import open_service
 from mingc.verify.served import verification as served
 from mingc.verify.verification import verify

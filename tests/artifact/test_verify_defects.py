@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from artifact_defects import DEFECTS, Caught, Defect, defect_table, plant_defect
+from artifact_defects import DEFECTS, Caught, Defect, plant_defect
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import IntegrityError, MingcError
@@ -19,8 +19,6 @@ from mingc.verify.served.cases import read_goldens
 from mingc.verify.served.replay import ServedReplay
 from mingc.verify.served.verification import compare_parameters, served_options
 from mingc.verify.verification import engine_tolerance
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "verification.md"
 
 
 def refused_by_requests(artifact: Artifact, names: tuple[str, ...]) -> Caught | None:
@@ -98,7 +96,5 @@ def test_a_copy_without_a_defect_is_refused_by_no_check(eager_artifact: Path, tm
     assert first_check_that_refuses(root, none) == "no"
 
 
-def test_the_documentation_has_the_table_of_defects() -> None:
-    assert len(DEFECTS) >= 80
-    assert all(each.caught != "no" for each in DEFECTS.values()), "name those that only a reference can show"
-    assert defect_table() in DOCUMENT.read_text(encoding="utf-8")
+def test_no_defect_needs_a_reference() -> None:
+    assert all(each.caught != "no" for each in DEFECTS.values())

@@ -19,8 +19,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
-from mingc.export.compile.build import engine_sizes
-from mingc.export.compile.capture import capture, check_example
+from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
 from mingc.export.weights.loading import check_weights, float32_module
@@ -319,7 +318,7 @@ def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
     """On CUDA: one for a clip of each length, and for four clips up to 30 s and sixteen up to 8 s."""
     options = StageOptions(static_buckets=True, dtype=torch.bfloat16, batch_sizes=(1, 2, 4, 8, 16, 32))
     (plan,) = STAGE.graphs(released(config), Shard(), options)
-    sizes = engine_sizes(plan, options)
+    sizes = options.engine_sizes(plan)
     by_clips = {
         clips: [size["T4"] for size in sizes if size is not None and size["N"] == clips]
         for clips in (1, 4, 16)
@@ -332,9 +331,9 @@ def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
     assert len(sizes) == 21
     assert {name: plan.check_dims[name] for name in ("N", "T4")} in sizes, "compared with float32 at export"
     (one,) = STAGE.graphs(released(config), Shard(), replace(options, batch_sizes=(1, 2)))
-    assert {size["N"] for size in engine_sizes(one, options) if size is not None} == {1}
+    assert {size["N"] for size in options.engine_sizes(one) if size is not None} == {1}
     (cpu,) = STAGE.graphs(config, Shard(), StageOptions())
-    assert engine_sizes(cpu, StageOptions()) == [None]
+    assert StageOptions().engine_sizes(cpu) == [None]
 
 
 @pytest.fixture(scope="module")

@@ -31,14 +31,15 @@ from mingc.export.autotune.tuning import (
     record_of,
     tuned_table,
 )
-from mingc.export.compile import build
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.build import GraphTask, build_engine, stage_options
 from mingc.export.compile.kernel_sources import kernel_sources
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
-from mingc.export.weights.source import open_source
+from mingc.export.tasks import compile_engine, graph_task
+from mingc.export.tasks.compile_engine import build_engine
+from mingc.export.tasks.graph_task import GraphTask
 from mingc.kernels.triton.moe_config import (
     MoeConfig,
     MoeProblem,
@@ -311,10 +312,12 @@ def test_an_engine_is_compiled_with_the_configurations_of_its_size(
         seen.append(dict(tuned_configs()))
         return EngineRecord(backend="aoti", file="", dims=sizes, compile_seconds=0.0)
 
-    monkeypatch.setattr(build, "_load", lambda *_: nn.Module())
-    monkeypatch.setattr(build, "share_weights", lambda plan, _: plan)
-    monkeypatch.setattr(build, "_compile", compile_)
-    monkeypatch.setattr(build, "stage_options", lambda recipe: replace(stage_options(recipe), device="cpu"))
+    monkeypatch.setattr(graph_task, "load_shard", lambda *_: nn.Module())
+    monkeypatch.setattr(graph_task, "share_weights", lambda plan, _: plan)
+    monkeypatch.setattr(compile_engine, "compile_engine", compile_)
+    monkeypatch.setattr(
+        graph_task, "stage_options", lambda recipe: replace(stage_options(recipe), device="cpu")
+    )
     problems = moe_problems(DIMS, None, [4, 64])
     records = tuple(
         record_of(Selection(problem=each, config=CONFIG, us=1, default_us=2), DEVICE) for each in problems

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from export_plans import plan_of
 from torch import nn
 from worker_threads import worker_threads
 
@@ -25,14 +26,20 @@ from mingc.errors import (
     ParityError,
     WorkerError,
 )
-from mingc.export import pipeline
-from mingc.export.compile import backends, build, schedule
+from mingc.export import run as export_run
+from mingc.export import schedule
+from mingc.export.compile import backends
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask, engine_label
-from mingc.export.compile.fastest import choose_fastest
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import GraphDef
-from mingc.export.weights.files import weights_files
+from mingc.export.tasks import compile_engine
+from mingc.export.tasks import timing as timing_task
+from mingc.export.tasks.check_graph import GraphResult
+from mingc.export.tasks.compile_engine import BuiltEngine
+from mingc.export.tasks.early_refusals import early_refusals
+from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.timing import choose_fastest, time_graph
 from mingc.probe import engine_trial
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -131,7 +138,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             names=lambda: sorted(by_name), load=by_name.__getitem__, group="mingc.backends"
         )
         monkeypatch.setattr(backends, "BACKENDS", point)
-        monkeypatch.setattr(build, "find_backend", backends.find_backend)
 
     return set_backends
 
@@ -177,7 +183,7 @@ def test_auto_needs_a_backend(install: Callable[..., None]) -> None:
 def test_engines_of_backends_with_one_suffix_have_files_of_their_own(install: Callable[..., None]) -> None:
     install(Fake("aoti"), Fake("a"), Fake("c", suffix=".c"))
     task = GraphTask(recipe=recipe("auto"), stage="cfm", graph="g", folder=Path("f"), weights=(), backend="a")
-    names = [build._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
+    names = [compile_engine._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
     assert names == [".aoti.bin", ".a.bin", ".c"]
 
 
@@ -186,14 +192,14 @@ def early(words: Sequence[str]) -> dict[str, dict[str, str]]:
 
     found = recipe(*words)
     stage: Any = find("cfm")
-    config = stage.config(build.open_source(found))
-    options = build.stage_options(found)
+    config = stage.config(open_source(found))
+    options = stage_options(found)
     plans = [
         each
-        for each in stage.graphs(config, build.first_shard(stage, found), options)
+        for each in stage.graphs(config, first_shard(stage, found), options)
         if each.spec.name == "aggregate"
     ]
-    return build.early_refusals(found, stage, config, plans)
+    return early_refusals(found, stage, config, plans)
 
 
 def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..., None]) -> None:
@@ -223,7 +229,6 @@ class Trial:
         self.running = 0
         self.steps: list[tuple[str, str, float | None]] = []
         found = replace(found, jobs=jobs, output=folder / "out")
-        files = {"cfm": weights_files(schedule_stage(), found, ())}
         for name in ("weights", "engines"):
             (folder / name).mkdir()
         self.folder = folder
@@ -234,7 +239,7 @@ class Trial:
             "time_graph": self.time,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
-        self.recipe, self.files = found, files
+        self.recipe = found
 
     def run(
         self,
@@ -242,16 +247,12 @@ class Trial:
         refused: Mapping[str, Mapping[str, str]] | None = None,
     ) -> dict[str, GraphRecord]:
         planned = schedule.Schedule(
-            self.recipe,
+            plan_of(self.recipe, {"cfm.g": sizes, "cfm.h": sizes}, refused=refused),
             self.folder,
             None,  # type: ignore[arg-type]  # no engine is run
-            {"cfm": {"g": list(sizes), "h": list(sizes)}},
-            self.files,
             lambda *step: self.steps.append(step),
             {},
-            {},
             lambda *_: ("CPU", []),
-            refused or {},
         )
         planned.run()
         return {each.record.spec.name: each.record for each in planned.results}
@@ -298,12 +299,6 @@ class Trial:
 
     def left(self) -> set[str]:
         return {path.name.removeprefix("cfm.") for path in (self.folder / "engines").iterdir()}
-
-
-def schedule_stage() -> Any:
-    from mingc.export.stages import find
-
-    return find("cfm")
 
 
 def test_the_faster_engine_stays_and_the_file_of_the_other_goes(
@@ -360,7 +355,7 @@ def test_a_backend_that_cannot_compile_gives_way_with_its_reason(
     assert ("time", "cfm.g") not in [each[:2] for each in trial.events]
     assert found["h"].trial is not None and not found["h"].trial.refused
     results = [GraphResult(stage="cfm", record=each, peak_rss_bytes=0) for each in found.values()]
-    assert pipeline._refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
+    assert export_run.refusal_notes(results) == ["b was not used for cfm.g: no such operator"]
     assert trial.left() == {"g-B1.aoti", "g-B2.aoti", "h-B1.b", "h-B2.b"}, (
         "nothing that a failed compiler wrote"
     )
@@ -565,13 +560,7 @@ def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = SimpleNamespace(spec=SPEC, check_dims={"B": 1, "T": 7}, example=lambda *_: {})
-    for name, value in {
-        "find": lambda _: SimpleNamespace(name="cfm", config=lambda _: None),
-        "open_source": lambda _: None,
-        "first_shard": lambda *_: None,
-        "_find_plan": lambda *_: plan,
-    }.items():
-        monkeypatch.setattr(build, name, value)
+    monkeypatch.setattr(timing_task, "find_graph", lambda _: (None, None, plan))
     task = GraphTask(recipe=recipe("aoti"), stage="cfm", graph="g", folder=tmp_path, weights=("w",))
     fault: Exception = RuntimeError("illegal instruction")
 
@@ -580,22 +569,19 @@ def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
 
     says = "the engine of aoti or b does not run: RuntimeError: illegal instruction"
     with pytest.raises(CompileError, match=says) as failed:
-        build.time_graph(task, [record(engine("aoti")), record(engine("b"))], fail)
+        time_graph(task, [record(engine("aoti")), record(engine("b"))], fail)
     assert failed.value.where == "cfm.g"
     fault = WorkerError("not enough memory to capture it")
     with pytest.raises(CompileError, match=f"does not run: {fault.message}"):
-        build.time_graph(task, [record(engine("aoti"))], fail)
+        time_graph(task, [record(engine("aoti"))], fail)
     for fault in (torch.OutOfMemoryError("full"), ArtifactError("not an engine"), OSError("no space")):
         with pytest.raises(type(fault), match=str(fault)):
-            build.time_graph(task, [record(engine("aoti"))], fail)
+            time_graph(task, [record(engine("aoti"))], fail)
 
 
 def test_an_export_without_a_timer_refuses_auto(install: Callable[..., None]) -> None:
     install(Fake("aoti"))
-    stage: Any = SimpleNamespace(name="cfm")
-    graph: Any = SimpleNamespace(speech_path=lambda: None)
+    plan = plan_of(recipe("auto"), {"cfm.sample": [None]})
     nothing: Any = None
-    with pytest.raises(ConfigError, match="nothing times engines"):
-        pipeline._Run(
-            recipe("auto"), nothing, [stage], graph, {}, Path(), nothing, pipeline._Steps(lambda _: None)
-        )
+    with pytest.raises(ConfigError, match="needs a timer, and none was passed"):
+        export_run.run(plan, nothing, nothing)

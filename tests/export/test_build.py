@@ -14,11 +14,14 @@ import torch
 from mingc.artifacts.manifest import EngineRecord, FileRecord, GraphRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import CompileError
-from mingc.export import pipeline
-from mingc.export.compile import build
+from mingc.export.compile import trace
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.build import GraphResult, GraphTask
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, stage_options
+from mingc.export.report import report_export
+from mingc.export.run import fingerprint_of
+from mingc.export.tasks import compile_engine
+from mingc.export.tasks.check_graph import GraphResult
+from mingc.export.tasks.graph_task import GraphTask, OpenGraph
 
 RECIPE = ExportRecipe(checkpoint=Path("checkpoint"), output=Path("out"), backend=("aoti", "aoti:cfm"))
 
@@ -31,6 +34,13 @@ class _NamedBackend(Backend):
 
     def compile(self, *_: object, **__: object) -> float:
         return 1.25
+
+
+def _opened() -> OpenGraph:
+    """A graph that nothing traces."""
+    plan: Any = SimpleNamespace(spec=None)
+    nothing: Any = None
+    return OpenGraph(nothing, None, stage_options(RECIPE), plan, torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +56,9 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
 ) -> None:
     recipe = replace(RECIPE)
     object.__setattr__(recipe, "backend", ("aoti", "mine:cfm"))  # installed nowhere
-    monkeypatch.setattr(build, "find_backend", _NamedBackend)
-    monkeypatch.setattr(build, "capture", lambda *_, **__: None)
-    monkeypatch.setattr(build, "count_cost", lambda *_: ())
+    monkeypatch.setattr(compile_engine, "find_backend", _NamedBackend)
+    monkeypatch.setattr(trace, "capture", lambda *_, **__: None)
+    monkeypatch.setattr(compile_engine, "count_cost", lambda *_: ())
     task = GraphTask(
         recipe=recipe,
         stage=stage,
@@ -57,8 +67,7 @@ def test_an_engine_is_compiled_by_the_backend_of_its_stage(
         weights=(),
         backend=recipe.backends_of(stage)[0],
     )
-    plan: Any = SimpleNamespace(spec=None)
-    record = build._compile(task, plan, torch.nn.Linear(1, 1), static_shapes, build.stage_options(recipe))
+    record = compile_engine.compile_engine(task, _opened(), static_shapes)
     assert (record.backend, record.file, record.dims) == (backend, file, static_shapes)
 
 
@@ -72,12 +81,11 @@ def test_any_error_of_a_compiler_is_one_of_the_export(
         def compile(self, *_: object, **__: object) -> float:
             raise fault
 
-    monkeypatch.setattr(build, "find_backend", Failing)
-    monkeypatch.setattr(build, "capture", lambda *_, **__: None)
+    monkeypatch.setattr(compile_engine, "find_backend", Failing)
+    monkeypatch.setattr(trace, "capture", lambda *_, **__: None)
     task = GraphTask(recipe=RECIPE, stage="cfm", graph="sample", folder=Path("nowhere"), weights=())
-    plan: Any = SimpleNamespace(spec=None)
     with pytest.raises(OSError if isinstance(fault, OSError) else CompileError, match=str(fault)) as failed:
-        build._compile(task, plan, torch.nn.Linear(1, 1), None, build.stage_options(RECIPE))
+        compile_engine.compile_engine(task, _opened(), None)
     if isinstance(fault, ValueError):
         says = "aoti does not compile the graph: ValueError: no such layout"
         assert (failed.value.message, failed.value.where) == (says, "cfm.sample")
@@ -88,7 +96,7 @@ def test_the_fingerprint_of_a_recipe_leaves_out_where_and_how_it_was_built() -> 
     machine: Any = SimpleNamespace(torch="2.11.0", device="cpu", capability="AVX2")
 
     def digest(**changes: Any) -> str:
-        return pipeline._fingerprint(replace(RECIPE, **changes), machine, checkpoint).config_sha256
+        return fingerprint_of(replace(RECIPE, **changes), machine, checkpoint).config_sha256
 
     elsewhere = {
         "checkpoint": Path("c"),
@@ -129,7 +137,7 @@ def test_a_report_adds_up_the_files_of_each_graph_and_rank() -> None:
         notes=(),
     )
     weights = {"cfm": ("w0", "w1"), "talker": ("v",)}
-    report = pipeline._report(RECIPE, manifest, [("cpu", results)], weights, peak_rss_bytes=7, started=0.0)
+    report = report_export(Path("out"), manifest, results, weights, peak_rss_bytes=7, seconds=2.5)
     assert [
         (row.stage, row.backend, row.engines, row.size_bytes, row.compile_seconds) for row in report.graphs
     ] == [

@@ -16,13 +16,13 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from mingc.errors import CheckpointError, ConfigError
-from mingc.export import checkpoint_writer
 from mingc.export.assets import tokenizers
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.checkpoint_writer import synthesize
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
+from mingc.export.synthetic import writer
+from mingc.export.synthetic.writer import synthesize
 from mingc.export.weights.loading import check_weights
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import TextTokenizer
@@ -39,7 +39,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 def test_a_synthetic_checkpoint_holds_what_every_stage_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "_SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(writer, "_SHARD_BYTES", 1 << 20)
     report = synthesize("tiny", tmp_path / "made", layers=3, seed=7)
     made = open_checkpoint(tmp_path / "made")
     for stage in discover().values():
@@ -113,7 +113,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch:
     def full(*words: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_writer, "_write_shard", full)
+    monkeypatch.setattr(writer, "_write_shard", full)
     with pytest.raises(CheckpointError, match="No space left"):
         synthesize("tiny", tmp_path / "made")
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,9 @@ from mingc.export.stages import discover
 def check(checkpoint: Checkpoint, *names: str) -> list[str]:
     """The check as an export of the stages `names` runs it; of all stages by default."""
     stages = [stage for stage in discover().values() if not names or stage.name in names]
-    return check_coverage(checkpoint, stages, {stage.name: stage.config(checkpoint) for stage in stages})
+    return check_coverage(
+        checkpoint, {stage.name: stage.config(checkpoint) for stage in stages}, discover().values()
+    )
 
 
 def changed(checkpoint: Checkpoint, *, without: str | None = None, **added: tuple[int, ...]) -> Checkpoint:

@@ -21,10 +21,11 @@ from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.experts import find_expert_tokens
 from mingc.export.checks.routing import select_experts
-from mingc.export.compile.build import GraphTask, check_graph, stage_options
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.stage import Shard
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
+from mingc.export.tasks.check_graph import check_graph
+from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.weights.loading import load_module, write_weights
 from mingc.numerics.gather_shards import gather_shards
 

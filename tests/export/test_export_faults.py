@@ -20,8 +20,8 @@ import mingc
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
-from mingc.export.pipeline import Step, export_artifact
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import Step, export_artifact
 from mingc.export.stage import StageOptions
 from mingc.export.stages import find
 from mingc.verify.engine_run import run_engine

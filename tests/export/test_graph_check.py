@@ -15,11 +15,12 @@ from mingc.errors import CompileError, ParityError
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.parity import worst_parity
-from mingc.export.compile import build
-from mingc.export.compile.build import GraphTask, check_graph
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE
+from mingc.export.tasks import graph_task
+from mingc.export.tasks.check_graph import check_graph
+from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.weights.loading import load_module, write_weights
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -77,7 +78,7 @@ class Engines:
 
 @pytest.fixture
 def _static(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "stage_options", lambda recipe: OPTIONS)
+    monkeypatch.setattr(graph_task, "stage_options", lambda recipe: OPTIONS)
 
 
 @pytest.mark.usefixtures("_static")

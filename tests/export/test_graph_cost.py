@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mingc.kernels
 from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
-from mingc.export.compile.capture import capture
+from mingc.export.compile.trace import capture
 from mingc.export.cost.graph_cost import count_cost
 from mingc.export.cost.kernel_cost import CONTEXT, KERNELS
 from mingc.export.stage import GraphDef

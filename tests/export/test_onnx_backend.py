@@ -28,13 +28,13 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile import onnx_program
 from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends.onnx import BACKEND
-from mingc.export.compile.build import early_refusals, first_shard, stage_options
-from mingc.export.compile.capture import share_weights
-from mingc.export.recipe import ExportRecipe
+from mingc.export.compile.trace import share_weights
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
+from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.weights.loading import float32_module
-from mingc.export.weights.source import open_source
 from mingc.runtime.engines.backends import onnx as onnx_loader
 from mingc.runtime.engines.backends.onnx import OnnxEngine, load
 

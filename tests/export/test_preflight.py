@@ -11,11 +11,11 @@ from preprocess_data import CHECKPOINT
 from safetensors import safe_open
 
 from mingc.errors import ConfigError
+from mingc.export import preflight
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.checks import preflight
-from mingc.export.checks.preflight import check_space, resolve_target
-from mingc.export.pipeline import export_artifact
+from mingc.export.preflight import check_space, resolve_target
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import export_artifact
 from mingc.export.stages import find
 
 MIB = 1 << 20

@@ -19,10 +19,10 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.quantization_error import decoder_quantization_error
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.build import measure_quantization_error
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
+from mingc.export.tasks.quantization import measure_quantization_error
 from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.export.weights.quantization import in_float32, prepare, stored_names, stored_tensors
 from mingc.kernels.quantized import dequantize, quantize_int4

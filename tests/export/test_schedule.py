@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from export_plans import plan_of
 from worker_threads import worker_threads
 
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import CheckpointError, CompileError
-from mingc.export import pipeline
-from mingc.export.checkpoint import open_checkpoint
-from mingc.export.compile import schedule
-from mingc.export.compile.build import BuiltEngine, GraphResult, GraphTask
+from mingc.export import run as export_run
+from mingc.export import schedule
+from mingc.export.plan import plan_export
 from mingc.export.recipe import ExportRecipe
-from mingc.export.stages import build_graph, find
-from mingc.export.weights.files import WeightsFile, WrittenFile, weights_files
+from mingc.export.tasks.check_graph import GraphResult
+from mingc.export.tasks.compile_engine import BuiltEngine
+from mingc.export.tasks.graph_task import GraphTask
+from mingc.export.tasks.weights_file import WeightsFile, WrittenFile
 from mingc.verify.engine_run import run_engine
 
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -97,9 +99,10 @@ class _Export:
             quantize=("fp8",),
             synthetic=synthetic,
         )
-        files = {name: weights_files(find(name), recipe, ()) for name in ("thinker", "cfm")}
+        sizes = {"thinker.embed": [None], "thinker.head": [None], "cfm.sample": sample_sizes}
+        plan = plan_of(recipe, sizes, first="cfm.sample")
         (folder / "weights").mkdir()
-        for first, *_ in files.values():
+        for first, *_ in plan.files.values():
             (folder / first.path).touch()
         for name, stand_in in {
             "worker_pool": worker_threads,
@@ -109,17 +112,7 @@ class _Export:
             "write_in_worker": disk.write,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
-        sizes = {"thinker": {"embed": [None], "head": [None]}, "cfm": {"sample": list(sample_sizes)}}
-        self.schedule = schedule.Schedule(
-            recipe,
-            folder,
-            run_engine,
-            sizes,
-            files,
-            self._record,
-            {},
-            {"cfm.sample": 1},
-        )
+        self.schedule = schedule.Schedule(plan, folder, run_engine, self._record, {})
 
     def _record(self, kind: str, name: str, seconds: float | None) -> None:
         (self.begun if seconds is None else self.steps).append((kind, name))
@@ -246,9 +239,9 @@ def test_a_file_that_fails_ends_the_export_with_its_error(
     assert not (tmp_path / "weights" / "thinker.rank3.safetensors").exists()
 
 
-def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[pipeline.Step]:
+def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[export_run.Step]:
     """Steps that end while four stages are built with one job and instant compiles; the check of `bad` fails."""
-    steps: list[pipeline.Step] = []
+    steps: list[export_run.Step] = []
 
     def check(task: GraphTask, engines: tuple[EngineRecord, ...], *given: object) -> GraphResult:
         if task.name == bad:
@@ -258,16 +251,11 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     monkeypatch.setattr(schedule, "worker_pool", worker_threads)
     monkeypatch.setattr(schedule, "build_engine", _build)
     monkeypatch.setattr(schedule, "check_graph", check)
-    checkpoint, stages = open_checkpoint(_TINY), [find(name) for name in _STAGES]
-    configs = {stage.name: stage.config(checkpoint) for stage in stages}
-    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out")
-    graph = build_graph(stages)
-    run = pipeline._Run(
-        recipe, checkpoint, stages, graph, configs, tmp_path, run_engine, pipeline._Steps(steps.append)
-    )
-    run.write_weights()
+    plan = plan_export(ExportRecipe(checkpoint=_TINY, output=tmp_path / "out", stages=_STAGES))
+    step = export_run.step_counter(plan, steps.append)
+    export_run.write_first_weights(plan, tmp_path, step)
     try:
-        run.build_graphs({})
+        schedule.Schedule(plan, tmp_path, run_engine, step, {}).run()
     except CompileError:
         assert bad is not None
     return [step for step in steps if step.seconds is not None]

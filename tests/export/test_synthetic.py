@@ -13,10 +13,10 @@ from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
-from mingc.export.probe_recipe import probe_folder, synthetic_recipe
 from mingc.export.stage import TokenizerSource
 from mingc.export.stages import discover, find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
+from mingc.export.synthetic.probe import probe_folder, synthetic_recipe
 from mingc.prompts.tokenizer import TextTokenizer
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"

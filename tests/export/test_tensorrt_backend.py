@@ -31,22 +31,26 @@ from torch import Tensor, nn
 from mingc.artifacts.artifact import check_fingerprint
 from mingc.artifacts.manifest import Fingerprint
 from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.artifacts.target import Host
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile import build, tensorrt_program
+from mingc.export.compile import tensorrt_program
 from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
-from mingc.export.compile.capture import capture
 from mingc.export.compile.onnx_program import to_onnx
 from mingc.export.compile.tensorrt_builder import BuildJob, Range, read_job
-from mingc.export.recipe import ExportRecipe
+from mingc.export.compile.trace import capture, trace_graph
+from mingc.export.recipe import ExportRecipe, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
+from mingc.export.tasks.check_graph import check_graph
+from mingc.export.tasks.compile_engine import build_engine
+from mingc.export.tasks.early_refusals import early_refusals
+from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.weights.loading import float32_module, write_weights
-from mingc.export.weights.source import open_source
-from mingc.host.machine import Host
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
 from mingc.runtime.engines.base import Graph
@@ -251,8 +255,8 @@ def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
     )
     stage = find(stage_name)
     config = stage.config(open_source(found))
-    plans = stage.graphs(config, Shard(), build.stage_options(found))
-    return build.early_refusals(found, stage, config, plans)
+    plans = stage.graphs(config, Shard(), stage_options(found))
+    return early_refusals(found, stage, config, plans)
 
 
 @pytest.mark.parametrize("stage", ["audio_encoder", "talker", "cfm", "audio_vae"])
@@ -528,15 +532,15 @@ def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_f
         prefill_chunk_size=32,
     )
     write_weights(checkpoint, stage, config, Shard(), torch.float32, tmp_path / "weights" / "w.safetensors")
-    task = build.GraphTask(
+    task = GraphTask(
         recipe=made, stage=name, graph=method, folder=tmp_path, weights=("weights/w.safetensors",),
         backend="tensorrt",
     )  # fmt: skip
-    plans = stage.graphs(config, Shard(), build.stage_options(made))
+    plans = stage.graphs(config, Shard(), stage_options(made))
     (plan,) = [each for each in plans if each.spec.name == method]
     records = []
-    for sizes in build.engine_sizes(plan, build.stage_options(made)):
-        built = build.build_engine(task, sizes).record
+    for sizes in stage_options(made).engine_sizes(plan):
+        built = build_engine(task, sizes).record
         records.append(built)
         file = read_engine(tmp_path / built.file)
         shapes = [each.type.tensor_type.shape.dim for each in onnx.load_from_string(file.plan).graph.input]
@@ -545,7 +549,7 @@ def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_f
         names = [each.name for each in plan.spec.inputs]
         assert file.header.slots == (None if plan.slots is None else names.index(plan.slots))
         assert (built.backend, built.dims) == ("tensorrt", sizes) and built.cost
-    result = build.check_graph(task, tuple(records), replay_on_stand_in)
+    result = check_graph(task, tuple(records), replay_on_stand_in)
     assert result.record.parity.compiled < 1e-5 and (tmp_path / result.record.golden).exists()
 
 
@@ -563,7 +567,7 @@ def test_only_the_rows_of_a_batch_are_read_and_written(
     assert BACKEND.for_graph(plan, {"B": 3}, "rtx:sm89") is BACKEND, (
         "RTX cards have one engine for every size"
     )
-    program = build.trace_graph(backend, plan, module, stage="talker", sizes={"B": 3}, device="cpu")
+    program = trace_graph(backend, plan, module, stage="talker", sizes={"B": 3}, device="cpu")
     path = tmp_path / "step.trt"
     backend.compile(program, path, device="cuda", cache=None, where="talker.step")
     engine = loader.TensorRtEngine(path, CPU)
@@ -596,7 +600,7 @@ def test_an_engine_for_a_gpu_is_of_one_version_and_one_capability(
     (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "speaker"]
     module = float32_module(stage, config, checkpoint)
     (sizes,) = plan.spec.bucket_sizes()
-    program = build.trace_graph(BACKEND, plan, module, stage="cfm", sizes=sizes, device="cpu")
+    program = trace_graph(BACKEND, plan, module, stage="cfm", sizes=sizes, device="cpu")
     built: list[int] = []
     monkeypatch.setattr(
         tensorrt_program, "_build", lambda *words: (built.append(len(built)), build_model(*words))[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import float32_inputs
-from mingc.export.compile.capture import check_example
+from mingc.export.compile.trace import check_example
 from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
 from mingc.export.layers.decoder_weights import decoder_weights
 from mingc.export.layers.moe import MoeFeedForward

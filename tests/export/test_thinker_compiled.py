@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
-from mingc.export.compile.capture import capture, check_example, share_weights
+from mingc.export.compile.trace import capture, check_example, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mingc.errors import ConfigError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
-from mingc.export.compile.capture import capture, share_weights
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backends.aoti import compile_graph
-from mingc.export.compile.capture import capture, check_example
+from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
 from mingc.export.weights.loading import check_weights, float32_module

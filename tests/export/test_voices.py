@@ -14,7 +14,7 @@ import soundfile
 from safetensors.numpy import load_file
 
 from mingc.errors import CheckpointError
-from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource, find, posterior_noise
+from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceMaker, VoiceSource, find_voices, posterior_noise
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.stages import discover
 from mingc.numerics.relative_error import relative_error
@@ -42,8 +42,9 @@ def test_voices_of_the_checkpoint_are_the_recorded_ones(
         assert noise.shape == shape
         return np.ascontiguousarray(noise)
 
-    maker = VoiceMaker(checkpoint, configs, sampler="cfm", vocoder="audio_vae", noise=recorded_noise)
-    sources = find(checkpoint, [])
+    stages = {"sampler": discover()["cfm"], "vocoder": discover()["audio_vae"]}
+    maker = VoiceMaker(checkpoint, configs, **stages, noise=recorded_noise)
+    sources = find_voices(checkpoint, [])
     assert [(each.name, each.transcript) for each in sources] == [
         ("DB30", "感谢你的认可。"),
         ("lingguang", "诶，你今天有空吗？"),
@@ -69,7 +70,7 @@ def test_a_wave_is_found_by_its_name_where_the_list_has_a_wrong_path(root: Path)
     (data / "spks" / "more").mkdir()
     shutil.copy(data / "spks" / "prompt.wav", data / "spks" / "more" / "deep.wav")
     notes: list[str] = []
-    found = {each.name: (each.wav, each.transcript) for each in find(open_checkpoint(root), notes)}
+    found = {each.name: (each.wav, each.transcript) for each in find_voices(open_checkpoint(root), notes)}
     assert found == {
         "right": (data / "spks" / "prompt.wav", "one"),
         "moved": (data / "spks" / "more" / "deep.wav", "two"),
@@ -79,9 +80,9 @@ def test_a_wave_is_found_by_its_name_where_the_list_has_a_wrong_path(root: Path)
     )
     (data / "voice_name.json").write_text('{"a": {"prompt_wav_path": "x"}}', encoding="utf-8")
     with pytest.raises(CheckpointError, match="the voice list cannot be read"):
-        find(open_checkpoint(root), [])
+        find_voices(open_checkpoint(root), [])
     (data / "voice_name.json").unlink()
-    assert find(open_checkpoint(root), notes) == () and "no voices" in notes[-1]
+    assert find_voices(open_checkpoint(root), notes) == () and "no voices" in notes[-1]
 
 
 def test_the_noise_of_a_voice_is_seeded_by_its_whole_name() -> None:
@@ -99,7 +100,7 @@ def _register(root: Path, wave: np.ndarray[Any, np.dtype[np.float32]]) -> dict[s
     configs = {name: stage.config(checkpoint) for name, stage in discover().items()}
     wav = root / "voice.wav"
     soundfile.write(wav, wave, _RATE, subtype="FLOAT")
-    maker = VoiceMaker(checkpoint, configs, sampler="cfm", vocoder="audio_vae")
+    maker = VoiceMaker(checkpoint, configs, sampler=discover()["cfm"], vocoder=discover()["audio_vae"])
     record = maker.register(VoiceSource(name="one", wav=wav, transcript="one"), root)
     return load_file(root / record.file)
 

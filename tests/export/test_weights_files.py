@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 import mingc
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import open_checkpoint
-from mingc.export.pipeline import Step, export_artifact
 from mingc.export.process_pool import worker_pool
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import Step, export_artifact
+from mingc.export.source import open_source
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.stages.thinker import STAGE
-from mingc.export.weights.files import weights_files, write_in_worker
+from mingc.export.tasks.weights_file import weights_files, write_in_worker
 from mingc.export.weights.loading import write_weights
-from mingc.export.weights.source import open_source
 from mingc.verify.engine_run import run_engine
 
 _END_S = 60

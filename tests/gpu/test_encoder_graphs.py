@@ -13,9 +13,8 @@ from fake_engines import FunctionEngine, make_graph
 from torch import Tensor
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
-from mingc.export.compile.build import engine_sizes
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.runtime.encoders import encoder as encoders
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
@@ -133,7 +132,7 @@ def stage_of(name: str) -> tuple[LoadedStage, VisionParameters | AudioParameters
         stage.config(open_synthetic(talker_engines.CONFIGS)), talker_engines.options()
     )
     assert isinstance(parameters, VisionParameters | AudioParameters)
-    sizes = engine_sizes(plan, talker_engines.options())
+    sizes = talker_engines.options().engine_sizes(plan)
     engines = {tuple(size.values()): engine for size in sizes if size is not None}
     return LoadedStage(name, {"encode": Graph(spec, engines)}), parameters
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mingc.export.checkpoint import open_checkpoint
 from mingc.export.compile.backends.onnx import BACKEND
-from mingc.export.compile.build import trace_graph
+from mingc.export.compile.trace import trace_graph
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 from mingc.export.weights.loading import float32_module

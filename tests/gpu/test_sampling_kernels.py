@@ -11,12 +11,12 @@ from exact_sampling import cases, columns, distributions, possible_tokens
 from torch import Tensor
 
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.capture import capture
+from mingc.export.compile.trace import capture
 from mingc.export.layers.decoder import Sampler
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages import find
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.sample_tokens import sample_greedy, sample_tokens
 from mingc.runtime.engines.backends import load_engine

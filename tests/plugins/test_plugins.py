@@ -210,8 +210,8 @@ def test_a_stage_that_cannot_be_used_is_refused(
 def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
     toy_installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mingc.export.pipeline import export_artifact
     from mingc.export.recipe import ExportRecipe
+    from mingc.export.run import export_artifact
 
     stage = importlib.import_module("toy_filter")
     recipe = ExportRecipe(checkpoint=CHECKPOINT, output=tmp_path / "out", stages=("toy_filter",))
@@ -230,7 +230,7 @@ def test_parameters_that_are_not_json_are_refused_before_anything_is_compiled(
 def test_an_encoder_from_outside_takes_the_place_of_the_built_in_one(
     tmp_path: Path, toy_installed: None
 ) -> None:
-    from mingc.media.task import InProcessDecoder
+    from mingc.media.decoding import InProcessDecoder
     from mingc.prompts.features import AudioFeatures
     from mingc.runtime.service.builder import open_service
 

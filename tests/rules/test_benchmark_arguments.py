@@ -1,4 +1,4 @@
-"""What the measuring scripts refuse, before they start anything: a plain word and exit code 2."""
+"""The measuring scripts refuse wrong arguments with a message and exit code 2 before they start anything."""
 
 from __future__ import annotations
 
@@ -64,13 +64,12 @@ THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
         ([THINKER, "--device", "cpu", "--ranks", "3"], "--ranks 3: 32 query heads cannot be divided"),
         ([THINKER, "--device", "cpu", "--layers", "1"], "--layers 1 is not from 2 to 32"),
         ([ENGINES], "error: --output is needed"),
-        ([ENGINES, "--parts", "tiny,all"], "argument --parts: 'all' is not one of tiny, released, auto"),
-        ([ENGINES, "--parts", "tiny,tiny"], "argument --parts: tiny,tiny names a word twice"),
+        ([ENGINES, "--parts", "auto,all"], "argument --parts: 'all' is not one of released, auto"),
+        ([ENGINES, "--parts", "auto,auto"], "argument --parts: auto,auto names a word twice"),
         ([ENGINES, "--limit", "0"], "argument --limit: 0 is not a finite number above 0"),
         ([ENGINES, "--build-limit", "inf"], "argument --build-limit: inf is not a finite number above 0"),
         ([ENGINES, "--layers", "-1"], "argument --layers: -1 is not from 0 to 64"),
         ([ENGINES, "--sizes", "4"], "argument --sizes: 4 is not from 1 to 3"),
-        ([ENGINES, "--stages", "vae"], "argument --stages: 'vae' is not one of thinker, vision_encoder"),
         ([THINKER, "--measure-only"], "--measure-only needs --engines"),
         ([THINKER, "--build-only", "--measure-only"], "--build-only and --measure-only exclude each other"),
         ([THINKER, "--configs", "nosuch"], "--configs nosuch: there is no config.json in this folder"),

@@ -249,7 +249,7 @@ def test_all_wrong_values_are_named_at_once(capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             main(["serve", "x", *words])
         error = capsys.readouterr().err.removeprefix("mingc: error: ").splitlines()
-        assert all(line.startswith(problem) for line, problem in zip(error, problems, strict=False)), error
+        assert all(line.strip().startswith(each) for line, each in zip(error, problems, strict=False)), error
 
 
 def test_a_process_that_is_asked_wrongly_exits_with_2() -> None:

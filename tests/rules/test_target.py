@@ -63,7 +63,7 @@ def test_an_h100_runs_the_same_kernels_and_is_measured() -> None:
 
 
 def test_rates_are_those_of_the_data_sheets() -> None:
-    """Of the vendor for the SXM modules: memory and its rate, bfloat16 without sparsity."""
+    """The vendor's figures for SXM modules: memory and its rate, bfloat16 without sparsity."""
     rates = {row.name: (row.memory_gb, row.memory_tb_s, row.bf16_tflop_s) for row in TARGETS}
     assert rates == {"NVIDIA H200": (141, 4.8, 989), "NVIDIA H100": (80, 3.35, 989)}
 
@@ -155,7 +155,7 @@ def test_no_kernel_runs_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_dynamo_takes_the_lookup_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.compile` must not trace into the table: regular expressions and the driver are no graph."""
+    """`torch.compile` must not trace into the table: it cannot trace regular expressions or calls of the driver."""
     use_gpu(monkeypatch, "NVIDIA H200", (9, 0), 132)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_one_function_reads_device_properties() -> None:
 
 
 def test_a_target_looks_the_same_in_every_process() -> None:
-    """Its representation is part of cache keys: no sets, whose order changes with the seed of hashes."""
+    """Cache keys contain its representation, so it has no sets: their order changes with the hash seed."""
     code = "from mingc.artifacts.target import lookup; print(repr(lookup((9, 0), 'NVIDIA H200', 132)))"
     seen = {
         subprocess.run(

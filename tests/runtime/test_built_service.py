@@ -47,9 +47,9 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
+from mingc.artifacts.target import Host
 from mingc.errors import CapacityError, MingcError
-from mingc.host.machine import Host
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.base import Graph
@@ -65,7 +65,7 @@ from mingc.runtime.request import (
     TextDelta,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
-from mingc.runtime.service import builder, preprocessing
+from mingc.runtime.service import build_context, builder, chat_builder, preprocessing
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -265,7 +265,7 @@ def build(
         patch.setattr(
             builder, "current_host", lambda device: Host(torch="2.13.0", device="cpu", capability="AVX2")
         )
-        patch.setattr(builder, "load_stage", load_stage)
+        patch.setattr(build_context, "load_stage", load_stage)
         patch.setattr(
             preprocessing, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
         )
@@ -273,7 +273,7 @@ def build(
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 
-        patch.setattr(builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
+        patch.setattr(chat_builder, "RankGroup", type("Ranks", (), {"__new__": rank_group}))
 
         def open_it() -> Built:
             try:
@@ -457,7 +457,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     own = asyncio.new_event_loop()
     stream = RequestStream(EventQueue(own))
     try:
-        service._open_speech_stream(speech, SpeechParams(), stream, 1, None)
+        service._open_speech_stream(speech, SpeechParams(), stream, 1, None, is_live=False, recorder=None)
         (is_behind,) = (each.is_behind for each in loop._streams.values())
         unread = 0
         while not is_behind() and unread < 400:
@@ -689,7 +689,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
         max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
     )
     with build(manifest(), options, monkeypatch) as opened, monkeypatch.context() as patch:
-        patch.setattr(builder, "load_stage", load_with_weights)
+        patch.setattr(build_context, "load_stage", load_with_weights)
         found = {(use.device, use.owner): use.num_bytes for use in opened().service.load.memory}
     slot = (
         fake_talker.SLOT_TOKENS + HIDDEN + fake_talker.HISTORY * fake_talker.LATENT_DIM + fake_talker.TAIL + 1
@@ -705,7 +705,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
     }
 
 
-@pytest.mark.parametrize("where", ["create_chat_processor", "ThinkerLoop"])
+@pytest.mark.parametrize("where", ["ChatProcessor", "ThinkerLoop"])
 def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -728,10 +728,10 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     two = replace(manifest(), fingerprint=replace(manifest().fingerprint, world_size=2))
     # Undone before what `build` has patched: a patch that outlives its block would bring that back.
     with build(two, EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
-        patch.setattr(builder, "RankGroup", Ranks)
-        patch.setattr(builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
+        patch.setattr(chat_builder, "RankGroup", Ranks)
+        patch.setattr(chat_builder, "rank_weight_bytes", lambda artifact, stage, rank: 0)
         patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
-        patch.setattr(builder, where, fail)
+        patch.setattr(chat_builder, where, fail)
         with pytest.raises(MemoryError, match="far enough"):
             opened()
     assert sorted(ended) == ["decoders", "ranks"]

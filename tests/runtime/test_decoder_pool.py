@@ -24,8 +24,8 @@ from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
 from mingc.media import decoder_pool, decoder_process
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.decoder_process import TaskHead, receive, send
+from mingc.media.decoding import digest_of, run_task
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, MIB
-from mingc.media.task import digest_of, run_task
 from mingc.prompts.conversation import VideoParams
 from mingc.prompts.features import AudioFeatures, VideoFeatures
 from mingc.prompts.media_decoder import MediaTask

@@ -28,7 +28,7 @@ from server_thread import run_server
 
 from mingc.host import large_arrays
 from mingc.media.decoder_process import receive_array
-from mingc.media.task import InProcessDecoder, run_task
+from mingc.media.decoding import InProcessDecoder, run_task
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message
 from mingc.prompts.features import Features, VisionFeatures

@@ -16,8 +16,8 @@ from preprocess_data import audio_parameters, noise_image, png, tokenizer, visio
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import RequestError
 from mingc.media.audio import load_audio
+from mingc.media.decoding import InProcessDecoder
 from mingc.media.image import load_image
-from mingc.media.task import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.features import AudioFeatures, VisionFeatures

@@ -15,6 +15,7 @@ from mingc.runtime.request import Done, ServiceInfo, Usage
 from mingc.server.error_objects import error_response
 from mingc.server.http.response_schemas import (
     ChatResponseBuilder,
+    Delta,
     SpeechDelta,
     model_object,
     speech_done,
@@ -40,25 +41,14 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
     builder = ChatResponseBuilder(request_id="chatcmpl-1", model="m", include_usage=True)
     objects = [
         builder.role_chunk(),
-        builder.text_chunk("a"),
+        builder.chunk(Delta(content="a")),
         builder.audio_chunk("AA==", is_first=True),
         builder.audio_end_chunk("a", is_first=False),
-        builder.finish_chunk(DONE),
+        builder.chunk(Delta(), "stop", {}),
         builder.usage_chunk(USAGE),
         builder.completion(text="a", audio=None, done=DONE),
     ]
     assert {(each.id, each.model, each.created) for each in objects} == {("chatcmpl-1", "m", 1_700_000_000)}
-
-
-@pytest.mark.parametrize("include_usage", [False, True])
-def test_streamed_and_whole_answers_end_with_their_reason_and_timings(include_usage: bool) -> None:
-    builder = ChatResponseBuilder(request_id="chatcmpl-1", model="m", include_usage=include_usage)
-    done = Done(finish_reason="length", usage=USAGE, timings_ms={"prefill": 1.5, "done": 9.0})
-    for last in (builder.finish_chunk(done), builder.completion(text="a", audio=None, done=done)):
-        assert last.timings_ms == {"prefill": 1.5, "done": 9.0}
-        (choice,) = last.choices
-        assert choice.finish_reason == "length"
-    assert "timings_ms" not in document(builder.text_chunk("a"))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +95,7 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
     counted = ChatResponseBuilder(request_id="chatcmpl-1", model="m", created=7, include_usage=True)
     for made, expected in (
         (lambda b: b.role_chunk(), chunk({"role": "assistant", "content": "", "refusal": None})),
-        (lambda b: b.text_chunk("a"), chunk({"content": "a"})),
+        (lambda b: b.chunk(Delta(content="a")), chunk({"content": "a"})),
         (lambda b: b.audio_chunk("AA==", is_first=True), chunk({"audio": {"id": "audio-1", "data": "AA=="}})),
         (lambda b: b.audio_chunk("AA==", is_first=False), chunk({"audio": {"data": "AA=="}})),
         (
@@ -116,7 +106,10 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
             lambda b: b.audio_end_chunk("said", is_first=True),
             chunk({"audio": {"id": "audio-1", "data": "", "expires_at": 99, "transcript": "said"}}),
         ),
-        (lambda b: b.finish_chunk(done), {**chunk({}, "length"), "timings_ms": {"done": 9.0}}),
+        (
+            lambda b: b.chunk(Delta(), done.finish_reason, done.timings_ms),
+            {**chunk({}, "length"), "timings_ms": {"done": 9.0}},
+        ),
     ):
         assert document(made(built)) == expected
         assert document(made(counted)) == {**expected, "usage": None}, "null in all chunks but the last"

@@ -708,17 +708,3 @@ DEFECTS: Mapping[str, Defect] = {
         requests=("speech",),
     ),
 }
-
-
-def defect_table() -> str:
-    """The table of docs/verification.md."""
-    label = {
-        "load": "when opened",
-        "engine golden": "`verify`: engine goldens",
-        "serve": "`serve`: before the port opens",
-        "requests": "`verify`: recorded requests",
-        "parameters": "`verify`: recorded parameters",
-        "no": "only by `python -m conformance`",
-    }
-    rows = [f"| {each.what} | {label[each.caught]} |" for each in DEFECTS.values()]
-    return "\n".join(["| defect | refused |", "|---|---|", *rows])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
-from mingc.export.compile.capture import capture, check_example
+from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.numerics.relative_error import relative_error

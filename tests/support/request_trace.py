@@ -17,7 +17,7 @@ import mingc
 from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.options import EngineOptions
-from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.service.startup_clock import StartupClock
 
 PACKAGE = Path(mingc.__file__).parent
 

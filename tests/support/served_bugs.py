@@ -209,9 +209,3 @@ BUGS: Mapping[str, ServedBug] = {
         "held after all requests, alone",
     ),
 }
-
-
-def bug_table() -> str:
-    """The table of docs/verification.md."""
-    rows = [f"| {each.what} | `{each.row}` |" for each in BUGS.values()]
-    return "\n".join(["| bug in the serving code | first row that fails |", "|---|---|", *rows])

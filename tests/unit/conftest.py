@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mingc.artifacts.artifact import new_artifact, write_manifest
-from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import (
     SCHEMA,
     EngineRecord,
@@ -72,7 +71,7 @@ def manifest() -> Manifest:
             )
         },
         graph=StageGraph(nodes=(StageNode(name="audio_encoder", policy="once"),)),
-        parameters={"audio_encoder": encode(PARAMETERS)},
+        parameters={"audio_encoder": PARAMETERS},
         tokenizers={},
         speaker_network=None,
         voices=(

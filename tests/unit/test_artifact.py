@@ -34,10 +34,9 @@ from mingc.artifacts.artifact import (
 from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
-from mingc.artifacts.target import KernelConfig
+from mingc.artifacts.target import Host, KernelConfig
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
-from mingc.host.machine import Host
 from mingc.runtime.talker.planner import load_voice
 
 

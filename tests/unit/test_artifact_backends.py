@@ -25,9 +25,9 @@ from mingc.artifacts.manifest import (
     Manifest,
     parse_manifest,
 )
+from mingc.artifacts.target import Host
 from mingc.errors import ArtifactError, ManifestError
 from mingc.host import onnx_library
-from mingc.host.machine import Host
 from mingc.runtime.engines import backends as loaders
 from mingc.runtime.engines.backends import check_loadable
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from preprocess_data import audio_parameters, thinker_parameters, vision_parameters
 
 from mingc.artifacts.artifact import Artifact, write_manifest
-from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, StageRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
-from mingc.artifacts.target import lookup
+from mingc.artifacts.target import Host, lookup
 from mingc.errors import (
     ArtifactError,
     ConfigError,
@@ -29,42 +29,32 @@ from mingc.errors import (
     RankError,
     ServeError,
 )
-from mingc.host.machine import Host
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.service import builder, preprocessing
-from mingc.runtime.service.builder import (
-    _audio_encoder,
-    _check_policy,
-    _devices,
-    _info,
-    _kv_tokens,
-    _largest,
-    _load_chat,
-    _load_speech,
-    _talker_devices,
-    _vision_encoder,
-    host_threads,
-    open_service,
-)
+from mingc.runtime.service import build_context, builder, devices, preprocessing, speech_builder
+from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.builder import _info, open_service
+from mingc.runtime.service.devices import host_threads, rank_devices, talker_devices
+from mingc.runtime.service.kv_capacity import kv_tokens
 from mingc.runtime.service.memory import MemoryAccount
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
-from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.service.served_stages import find_chat_stages, find_speech_stages, largest_bucket
+from mingc.runtime.service.speech_builder import build_speech
+from mingc.runtime.service.startup_clock import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions(), None, None, takes_media=True).model == manifest.model
-    renamed = _info(
-        manifest, EngineOptions(served_model_names=("house/voice-1",)), None, None, takes_media=True
-    )
+    assert _info(manifest, EngineOptions(), None, None, None, None, takes_media=True).model == manifest.model
+    options = EngineOptions(served_model_names=("house/voice-1",))
+    renamed = _info(manifest, options, None, None, None, None, takes_media=True)
     assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
 
 
 def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
     options = EngineOptions(served_model_names=("one", "two", "one", "three"))
-    info = _info(manifest, options, None, None, takes_media=True)
+    info = _info(manifest, options, None, None, None, None, takes_media=True)
     assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
@@ -129,6 +119,7 @@ SPEECH_EDGES = (
     Edge("vocoder", CLIENT, "speech"),
 )
 TEXT = Edge("decoder", CLIENT, "text")
+CHAT = {"decoder": thinker_parameters(), "eye": vision_parameters(), "ear": audio_parameters()}
 CPU = torch.device("cpu")
 TALKER = TalkerParameters(
     hidden_size=64,
@@ -166,25 +157,23 @@ def fail(error: ServeError) -> None:
     raise error
 
 
-def load_chat(artifact: Artifact) -> object:
-    return _load_chat(
-        artifact, EngineOptions(), None, [CPU], fail, StartupClock(), MemoryAccount(), processes=ExitStack()
-    )
-
-
 def load_speech(
     artifact: Artifact,
     options: EngineOptions | None = None,
     *devices: torch.device,
     memory: MemoryAccount | None = None,
-) -> SpeechPipeline | None:
-    return _load_speech(
-        artifact,
-        options or EngineOptions(),
-        list(devices or (CPU,)),
-        StartupClock(),
-        memory or MemoryAccount(),
+) -> SpeechPipeline:
+    stages = find_speech_stages(artifact.manifest)
+    assert stages is not None
+    context = BuildContext(
+        artifact=artifact,
+        options=options or EngineOptions(),
+        clock=StartupClock(),
+        on_failure=fail,
+        processes=ExitStack(),
+        memory=memory or MemoryAccount(),
     )
+    return build_speech(context, stages, list(devices or (CPU,)))
 
 
 def with_policy(node: StageNode, policy: Policy) -> StageNode:
@@ -211,7 +200,7 @@ def make_stage(*graphs: tuple[str, dict[str, tuple[int, ...]]], **more: Any) -> 
 
 def speaking(manifest: Manifest, **stages: StageRecord) -> Manifest:
     """`manifest` with a speech path; its voice and tokenizer files are not there."""
-    parameters = {"speaker": encode(TALKER), "sampler": encode(FLOW), "vocoder": encode(VAE)}
+    parameters = {"speaker": TALKER, "sampler": FLOW, "vocoder": VAE}
     return replace(
         manifest,
         stages=stages,
@@ -236,54 +225,54 @@ def test_a_service_takes_what_the_ports_of_its_decoder_take(
 ) -> None:
     edges = (TEXT, *(Edge(stage, "decoder", port) for port, stage in ports.items()))
     graph = StageGraph(nodes=(DECODER, EYE, EAR), edges=edges)
-    info = _info(replace(manifest, graph=graph), EngineOptions(), None, None, takes_media=True)
+    made = replace(manifest, graph=graph, parameters=CHAT)
+    stages = find_chat_stages(made)
+    assert stages is not None
+    info = _info(made, EngineOptions(), stages, None, None, None, takes_media=True)
     assert (info.has_image, info.has_video, info.has_audio_input) == has
     assert info.has_text and not info.has_speech and info.voices == ()
-    assert _vision_encoder(graph, "decoder") == ("eye" if has[0] or has[1] else None)
-    assert _audio_encoder(graph, "decoder") == ("ear" if has[2] else None)
+    assert stages.vision == ("eye" if has[0] or has[1] else None)
+    assert stages.audio == ("ear" if has[2] else None)
+    deaf = _info(made, EngineOptions(), stages, None, None, None, takes_media=False)
+    assert deaf.has_text and not (deaf.has_image or deaf.has_video or deaf.has_audio_input)
 
 
-def test_two_stages_for_images_and_videos_are_refused() -> None:
+def test_two_stages_for_images_and_videos_are_refused(manifest: Manifest) -> None:
     graph = StageGraph(
         nodes=(DECODER, EYE, EAR),
         edges=(TEXT, Edge("eye", "decoder", "image"), Edge("ear", "decoder", "video")),
     )
     with pytest.raises(ArtifactError, match="images come from eye and videos from ear"):
-        _vision_encoder(graph, "decoder")
+        find_chat_stages(replace(manifest, graph=graph))
 
 
 def test_a_stage_with_another_run_policy_is_refused(manifest: Manifest) -> None:
-    def artifact(*nodes: StageNode, edges: tuple[Edge, ...]) -> Artifact:
-        return Artifact(
-            root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph(nodes=nodes, edges=edges))
-        )
+    def changed(*nodes: StageNode, edges: tuple[Edge, ...]) -> Manifest:
+        return replace(manifest, graph=StageGraph(nodes=nodes, edges=edges))
 
     says = "stage {} has the run policy {}; the service runs it as {}"
     with pytest.raises(ArtifactError, match=says.format("decoder", "loop", "autoregressive")):
-        load_chat(artifact(with_policy(DECODER, "loop"), edges=(TEXT,)))
-    for port, encoder in (("image", _vision_encoder), ("audio", _audio_encoder)):
-        graph = StageGraph(
-            nodes=(DECODER, with_policy(EYE, "stream")), edges=(TEXT, Edge("eye", "decoder", port))
-        )
+        find_chat_stages(changed(with_policy(DECODER, "loop"), edges=(TEXT,)))
+    for port in ("image", "audio"):
+        edges = (TEXT, Edge("eye", "decoder", port))
         with pytest.raises(ArtifactError, match=says.format("eye", "stream", "once")):
-            encoder(graph, "decoder")
+            find_chat_stages(changed(DECODER, with_policy(EYE, "stream"), edges=edges))
     for index, node in enumerate(SPEECH):
         nodes = (*SPEECH[:index], with_policy(node, "once"), *SPEECH[index + 1 :])
         with pytest.raises(ArtifactError, match=says.format(node.name, "once", node.policy)):
-            load_speech(artifact(*nodes, edges=SPEECH_EDGES))
+            find_speech_stages(changed(*nodes, edges=SPEECH_EDGES))
 
 
-def test_a_service_without_an_end_of_the_graph_loads_nothing(manifest: Manifest) -> None:
-    artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, graph=StageGraph()))
-    assert load_chat(artifact) == (None, None)
-    assert load_speech(artifact) is None
+def test_a_graph_without_an_end_has_no_stages(manifest: Manifest) -> None:
+    empty = replace(manifest, graph=StageGraph())
+    assert find_chat_stages(empty) is None and find_speech_stages(empty) is None
 
 
 def test_a_size_is_the_largest_that_every_graph_has(manifest: Manifest) -> None:
     stage = make_stage(
         ("prefill", {"B": (1, 8, 32), "T": (64,)}), ("decode", {"B": (1, 16)}), ("head", {"B": ()})
     )
-    assert _largest(replace(manifest, stages={"decoder": stage}), "decoder", "B") == 16
+    assert largest_bucket(replace(manifest, stages={"decoder": stage}), "decoder", "B") == 16
 
 
 def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenizer(
@@ -303,13 +292,15 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
         slots.append(num_slots)
         return SimpleNamespace(max_batch=8, state_bytes=0)
 
-    monkeypatch.setattr(builder, "load_stage", lambda artifact, name, device, **_: LoadedStage(name, {}))
-    monkeypatch.setattr(builder, "TalkerWorker", make_worker)
+    monkeypatch.setattr(
+        build_context, "load_stage", lambda artifact, name, device, **_: LoadedStage(name, {})
+    )
+    monkeypatch.setattr(speech_builder, "TalkerWorker", make_worker)
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
     for module, name in (
         (preprocessing, "SpeechPromptBuilder"),
         (preprocessing, "SpeechPlanner"),
-        (builder, "TalkerLoop"),
+        (speech_builder, "TalkerLoop"),
     ):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     artifact = Artifact(root=Path("root"), manifest=chosen)
@@ -350,11 +341,11 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
             max_batch=8, state_bytes=100 * num_slots, samples_per_patch=1, sample_rate=1, device=device
         )
 
-    monkeypatch.setattr(builder, "current_device", current_device)
-    monkeypatch.setattr(builder, "load_stage", load_stage)
-    monkeypatch.setattr(builder, "TalkerWorker", make_worker)
-    monkeypatch.setattr(builder, "create_speech_planner", lambda *_, **__: None)
-    monkeypatch.setattr(builder, "TalkerGroup", made.extend)
+    monkeypatch.setattr(speech_builder, "current_device", current_device)
+    monkeypatch.setattr(build_context, "load_stage", load_stage)
+    monkeypatch.setattr(speech_builder, "TalkerWorker", make_worker)
+    monkeypatch.setattr(speech_builder, "create_speech_planner", lambda *_, **__: None)
+    monkeypatch.setattr(speech_builder, "TalkerGroup", made.extend)
     memory = MemoryAccount()
     gpus = torch.device("cuda", 2), torch.device("cuda", 5)
     load_speech(artifact, EngineOptions(max_streams=20, max_speech_seqs=3), *gpus, memory=memory)
@@ -395,24 +386,21 @@ def test_a_talker_device_that_is_none_is_refused(names: tuple[str, ...], says: s
 def test_talker_devices_are_those_that_the_engines_run_on(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(
-        *names: str, device: str = "cpu", has_speech: bool = True, loads_speech: bool = True
-    ) -> list[torch.device]:
+    def chosen(*names: str, device: str = "cpu", has_speech: bool = True) -> list[torch.device]:
         recorded = replace(manifest.fingerprint, device=device, torch="2.11.0")
         if device == "cuda":
             recorded = replace(recorded, capability="9.0")
-        made = speaking(manifest) if has_speech else manifest
-        options = EngineOptions(talker_devices=names, loads_speech=loads_speech)
-        return _talker_devices(options, replace(made, fingerprint=recorded))
+        options = EngineOptions(talker_devices=names)
+        return talker_devices(options, recorded, has_speech=has_speech)
 
     capabilities = {0: "9.0", 1: "9.0", 2: "8.0"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(
-        builder,
+        devices,
         "current_host",
         lambda device, index: Host(torch="2.11.0", device=device, capability=capabilities[index]),
     )
-    assert chosen() == chosen(has_speech=False) == chosen(loads_speech=False) == []
+    assert chosen() == chosen(has_speech=False) == []
     assert chosen("cpu", "cpu") == [CPU, CPU]
     assert chosen("cuda:1", "cuda:0", device="cuda") == [torch.device("cuda", 1), torch.device("cuda", 0)]
     refused: list[tuple[Callable[[], object], type[MingcError], str]] = [
@@ -442,7 +430,7 @@ def test_talker_devices_are_those_that_the_engines_run_on(
             "--talker-device cpu: no speech stages of the artifact are loaded",
         ),
         (
-            lambda: chosen("cpu", "cpu", loads_speech=False),
+            lambda: chosen("cpu", "cpu", has_speech=False),
             ConfigError,
             "--talker-device cpu,cpu: no speech st",
         ),
@@ -459,12 +447,11 @@ def test_talkers_are_loaded_on_the_devices_asked_for_or_the_first_of_the_thinker
 ) -> None:
     loaded: list[list[str]] = []
 
-    def load_speech(artifact: object, options: object, devices: list[torch.device], *_: object) -> None:
+    def build_speech(context: object, stages: object, devices: list[torch.device]) -> None:
         loaded.append([*map(str, devices)])
         raise ArtifactError("far enough")
 
-    monkeypatch.setattr(builder, "_talker_devices", lambda options, _: [CPU] * len(options.talker_devices))
-    monkeypatch.setattr(builder, "_load_speech", load_speech)
+    monkeypatch.setattr(builder, "build_speech", build_speech)
     with pytest.raises(ArtifactError, match="far enough"):
         open_service(two_ranks, EngineOptions(talker_devices=names))
     assert loaded == [devices]
@@ -476,18 +463,18 @@ def test_kv_pages_take_four_fifths_of_the_memory_that_is_left(
     """Keys and values of 3 layers with 4 heads of 128 in bfloat16: 6,144 bytes a token."""
     state = tuple(TensorSpec(name=name, dtype="bfloat16", shape=("R", 4, 128)) for name in ("keys", "values"))
     stage = make_stage(("decode_attention", {}), state=state, layer_instances=("0", "1", "2"))
-    artifact = Artifact(root=Path("nowhere"), manifest=replace(manifest, stages={"decoder": stage}))
+    made = replace(manifest, stages={"decoder": stage})
     free = {0: 10 << 30, 1: 4 << 30}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 141 << 30))
     gpus = [torch.device("cuda", index) for index in free]
     # 80 % of the 4 GiB that are left on the fuller one
-    assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 4096) == 559240
-    assert _kv_tokens(artifact, "decoder", EngineOptions(), gpus, 1 << 20) == 1 << 20, (
+    assert kv_tokens(made, "decoder", gpus, requested=None, context=4096) == 559240
+    assert kv_tokens(made, "decoder", gpus, requested=None, context=1 << 20) == 1 << 20, (
         "one whole context at least"
     )
-    assert _kv_tokens(artifact, "decoder", EngineOptions(max_total_tokens=50), gpus, 4096) == 50
-    assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 4096) == 16384
-    assert _kv_tokens(artifact, "decoder", EngineOptions(), [CPU], 32768) == 32768, (
+    assert kv_tokens(made, "decoder", gpus, requested=50, context=4096) == 50
+    assert kv_tokens(made, "decoder", [CPU], requested=None, context=4096) == 16384
+    assert kv_tokens(made, "decoder", [CPU], requested=None, context=32768) == 32768, (
         "one whole context at least"
     )
 
@@ -497,7 +484,7 @@ def test_an_artifact_is_checked_before_anything_is_loaded(
 ) -> None:
     here = Host(torch="2.13.0", device="cpu", capability="AVX2")
     monkeypatch.setattr(builder, "current_host", lambda device: here)
-    for name in ("_load_chat", "_load_speech"):
+    for name in ("build_chat", "build_speech"):
         monkeypatch.setattr(builder, name, lambda *_: pytest.fail("something is loaded"))
     with pytest.raises(ConfigError, match="the artifact is for 1 rank") as caught:
         open_service(artifact_path, EngineOptions(tp=2))
@@ -518,8 +505,15 @@ def two_ranks(artifact_path: Path, manifest: Manifest, monkeypatch: pytest.Monke
     write_manifest(artifact_path, replace(manifest, fingerprint=replace(manifest.fingerprint, world_size=2)))
     here = Host(torch="2.13.0", device="cpu", capability="AVX2")
     monkeypatch.setattr(builder, "current_host", lambda device: here)
-    monkeypatch.setattr(builder, "_load_chat", lambda *_: (None, None))
-    monkeypatch.setattr(builder, "_load_speech", lambda *_: SimpleNamespace())
+    chat = find_chat_stages(
+        replace(manifest, graph=StageGraph(nodes=(DECODER,), edges=(TEXT,)), parameters=CHAT)
+    )
+    speech = find_speech_stages(speaking(manifest))
+    monkeypatch.setattr(builder, "find_chat_stages", lambda _: chat)
+    monkeypatch.setattr(builder, "find_speech_stages", lambda _: speech)
+    monkeypatch.setattr(builder, "check_loadable", lambda *_: None)
+    monkeypatch.setattr(builder, "build_chat", lambda *_: (None, None))
+    monkeypatch.setattr(builder, "build_speech", lambda *_: SimpleNamespace())
     monkeypatch.setattr(builder, "OmniService", lambda info, **parts: SimpleNamespace(**parts))
     return artifact_path
 
@@ -539,8 +533,8 @@ def test_processes_end_when_a_later_part_fails_and_not_otherwise(
 ) -> None:
     ended: list[str] = []
 
-    def load_chat(*arguments: Any) -> tuple[None, None]:
-        arguments[-1].callback(ended.append, "ranks")
+    def build_chat(context: BuildContext, *_: object) -> tuple[None, None]:
+        context.processes.callback(ended.append, "ranks")
         return None, None
 
     def make_service(info: object, **parts: object) -> SimpleNamespace:
@@ -548,7 +542,7 @@ def test_processes_end_when_a_later_part_fails_and_not_otherwise(
             raise MemoryError("no thread can be started")
         return SimpleNamespace()
 
-    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    monkeypatch.setattr(builder, "build_chat", build_chat)
     monkeypatch.setattr(builder, "OmniService", make_service)
     with pytest.raises(MemoryError) if fails else nullcontext():
         open_service(two_ranks)
@@ -558,13 +552,13 @@ def test_processes_end_when_a_later_part_fails_and_not_otherwise(
 def test_speech_is_loaded_before_the_thinker(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KV pages take what is left, so nothing may be loaded after them."""
     order: list[str] = []
-    monkeypatch.setattr(builder, "_load_speech", lambda *_: order.append("speech"))
+    monkeypatch.setattr(builder, "build_speech", lambda *_: order.append("speech"))
 
-    def load_chat(*_: object) -> None:
+    def build_chat(*_: object) -> None:
         order.append("chat")
         raise ArtifactError("far enough")
 
-    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    monkeypatch.setattr(builder, "build_chat", build_chat)
     with pytest.raises(ArtifactError, match="far enough"):
         open_service(two_ranks)
     assert order == ["speech", "chat"]
@@ -576,15 +570,13 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
 ) -> None:
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
-    def load_chat(
-        artifact: object, options: object, media: object, devices: object, on_failure: Any, *_: object
-    ) -> tuple[None, None]:
-        reports.append(on_failure)
+    def build_chat(context: BuildContext, *_: object) -> tuple[None, None]:
+        reports.append(context.on_failure)
         if when == "before":
-            on_failure(lost)
+            context.on_failure(lost)
         return None, None
 
-    monkeypatch.setattr(builder, "_load_chat", load_chat)
+    monkeypatch.setattr(builder, "build_chat", build_chat)
     monkeypatch.setattr(builder, "OmniService", lambda info, **_: SimpleNamespace(fail=failures.append))
     open_service(two_ranks)
     if when == "after":
@@ -594,10 +586,10 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
 
 def test_each_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert _devices("cuda", 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert _devices("cpu", 4) == [CPU] * 4
+    assert rank_devices("cuda", 2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert rank_devices("cpu", 4) == [CPU] * 4
     with pytest.raises(ConfigError, match="4 ranks need as many GPUs, 2 are visible"):
-        _devices("cuda", 4)
+        rank_devices("cuda", 4)
 
 
 @pytest.mark.parametrize(
@@ -621,13 +613,16 @@ def test_the_log_warns_of_an_unknown_gpu(
         artifact_path,
         replace(manifest, fingerprint=replace(manifest.fingerprint, device="cuda", capability="9.0")),
     )
+    stages = find_speech_stages(speaking(manifest))
     replacements: dict[str, Any] = {
         "current_host": lambda device: Host(torch="2.13.0", device="cuda", capability="9.0"),
         "gpu_target": lambda device: lookup((9, 0), name, 132),
-        "_start_device": lambda device: None,
+        "start_device": lambda device: None,
         "free_bytes": lambda devices: {},
-        "_load_chat": lambda *_: (None, None),
-        "_load_speech": lambda *_: SimpleNamespace(),
+        "find_chat_stages": lambda _: None,
+        "find_speech_stages": lambda _: stages,
+        "check_loadable": lambda *_: None,
+        "build_speech": lambda *_: SimpleNamespace(),
         "OmniService": lambda info, **_: info,
     }
     for each, value in replacements.items():
@@ -643,18 +638,16 @@ def test_the_log_warns_of_an_unknown_gpu(
     ] == [(level, True)]
 
 
-def test_a_client_in_place_of_a_stage_is_refused() -> None:
-    graph = StageGraph(
-        nodes=(StageNode(name="cfm", policy="loop"),), edges=(Edge(CLIENT, "cfm", "condition"),)
-    )
+def test_a_client_in_place_of_a_stage_is_refused(manifest: Manifest) -> None:
+    edges = (Edge(CLIENT, "sampler", "condition"), *SPEECH_EDGES[1:])
     with pytest.raises(ArtifactError, match="the client where the service needs a stage of policy autoreg"):
-        _check_policy(graph, CLIENT, "autoregressive")
+        find_speech_stages(replace(manifest, graph=StageGraph(nodes=SPEECH, edges=edges)))
 
 
 def test_a_stage_without_batch_buckets_is_refused(manifest: Manifest) -> None:
-    assert _largest(manifest, "audio_encoder", "N") == 8
+    assert largest_bucket(manifest, "audio_encoder", "N") == 8
     with pytest.raises(ArtifactError, match="no graph of audio_encoder has buckets for dim B"):
-        _largest(manifest, "audio_encoder", "B")
+        largest_bucket(manifest, "audio_encoder", "B")
 
 
 def test_an_artifact_without_text_and_speech_is_not_served(
@@ -669,6 +662,6 @@ def test_an_artifact_without_text_and_speech_is_not_served(
 
 def test_a_decoder_without_its_attention_graph_is_refused_by_name() -> None:
     stage = SimpleNamespace(graphs={})
-    artifact: Any = SimpleNamespace(manifest=SimpleNamespace(stages={"thinker": stage}))
+    manifest: Any = SimpleNamespace(stages={"thinker": stage})
     with pytest.raises(ArtifactError, match="stage thinker has no graph decode_attention"):
-        builder._kv_tokens(artifact, "thinker", EngineOptions(), [torch.device("cuda")], 4096)
+        kv_tokens(manifest, "thinker", [torch.device("cuda")], requested=None, context=4096)

@@ -22,9 +22,9 @@ from preprocess_data import (
 
 from mingc.errors import RequestError
 from mingc.media.audio import load_audio
+from mingc.media.decoding import InProcessDecoder, run_task
 from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
-from mingc.media.task import InProcessDecoder, run_task
 from mingc.media.video import DecodedFrames, sample_video
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams

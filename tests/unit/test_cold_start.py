@@ -13,8 +13,8 @@ import pytest
 
 from mingc.probe import cold_start
 from mingc.probe.cold_start import INTERPRETER, measure_cold_start, phases
-from mingc.runtime.service import startup
-from mingc.runtime.service.startup import StartupClock
+from mingc.runtime.service import startup_clock
+from mingc.runtime.service.startup_clock import StartupClock
 
 SERVER = """#!{python} -SE
 import json, os, sys
@@ -64,7 +64,7 @@ def fake_python(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, **valu
 
 def test_nested_phases_add_up_to_the_time_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0, 8.0, 20.0, 30.0, 31.0, 40.0, 42.0])
-    monkeypatch.setattr(startup, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(startup_clock, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = StartupClock()  # 0
     with clock.phase("outer"):  # 1 to 30
         with clock.phase("inner"):  # 3 to 7

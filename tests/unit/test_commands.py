@@ -32,9 +32,10 @@ from mingc.commands import export as export_command
 from mingc.commands import probe as probe_command
 from mingc.console.signals import SIGNALS, clean_shutdown
 from mingc.errors import ConfigError, IntegrityError, MingcError, RankError, WorkerError
-from mingc.export import checkpoint_writer, pipeline
-from mingc.export.pipeline import Step
+from mingc.export import run as export_run
 from mingc.export.recipe import ExportRecipe
+from mingc.export.run import Step
+from mingc.export.synthetic import writer
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.options import MediaOptions
 from mingc.options import options_of
@@ -467,7 +468,7 @@ def test_synth_writes_what_it_is_asked_to(
         asked.append({"config": config, "output": output, **given})
         return Result()
 
-    monkeypatch.setattr(checkpoint_writer, "synthesize", synthesize)
+    monkeypatch.setattr(writer, "synthesize", synthesize)
     assert run("synth", "y", *words) == 0
     assert {name: asked[0][name] for name in (*expected, "output")} == {**expected, "output": Path("y")}
 
@@ -663,7 +664,7 @@ def test_an_export_replays_records_and_reports_its_steps(
         progress(Step(name="engine", subject="cfm.sample", done=1, total=2, seconds=3.25))
         return Result()
 
-    monkeypatch.setattr(pipeline, "export_artifact", export_artifact)
+    monkeypatch.setattr(export_run, "export_artifact", export_artifact)
     assert run("export", "x", "--output", "y", "--json") == 0
     assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
     out, err = capsys.readouterr()

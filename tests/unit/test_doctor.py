@@ -18,9 +18,10 @@ import torch
 from manifest_edit import edit_manifest
 
 from mingc import doctor
+from mingc.artifacts.target import Host
 from mingc.doctor import Check, DoctorReport, examine, peer_check
 from mingc.host import machine as host
-from mingc.host.machine import Gpu, Host
+from mingc.host.machine import Gpu
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -871,7 +872,7 @@ def test_a_verdict_has_the_weights_of_the_largest_rank_and_all_problems(
     good_machine.setattr(doctor, "_free_bytes", lambda folder: 1_500_000_000)
     good_machine.setattr("tempfile.gettempdir", lambda: "/scratch")
     (verdict,) = doctor._verdicts(artifact_path, {"uvicorn", "av", "soxr", "cryptography"})
-    assert (verdict.weights_gb, verdict.backend, verdict.others, verdict.works) == (3.456, "aoti", (), False)
+    assert (verdict.weights_gb, verdict.backend, verdict.works) == (3.456, "aoti", False)
     assert verdict.problem.split("; ") == [
         "not installed: av, soxr, uvicorn",
         "its weights and those of the stages before take 3.5 GB, this machine has 3.0 GB",

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mingc.artifacts.target import Host
 from mingc.host import machine as host
-from mingc.host.machine import Gpu, Host, current_host, equal_gpus
+from mingc.host.machine import Gpu, current_host, equal_gpus
 
 H200 = Gpu(
     name="NVIDIA H200",

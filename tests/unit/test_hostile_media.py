@@ -28,9 +28,9 @@ from mingc.errors import RequestError
 from mingc.media import audio as audio_module
 from mingc.media import video as video_module
 from mingc.media.audio import decode_audio, load_audio
+from mingc.media.decoding import InProcessDecoder
 from mingc.media.image import decode_image, load_image
 from mingc.media.limits import MIB, MediaLimits
-from mingc.media.task import InProcessDecoder
 from mingc.media.video import load_video
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, VideoParams

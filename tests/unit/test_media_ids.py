@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from preprocess_data import audio_parameters, vision_parameters
 
-from mingc.media.task import digest_of, with_digest
+from mingc.media.decoding import digest_of, with_digest
 from mingc.prompts.conversation import VideoParams
 from mingc.prompts.features import AudioFeatures, VideoFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaTask

@@ -204,7 +204,8 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 def test_the_words_of_options_are_those_that_change_a_default() -> None:
-    assert changed_words(Options()) == []
+    assert changed_words(Options()) == changed_words(Options(is_fast=False), {"is_fast": False}) == []
+    assert changed_words(Options(), {"is_fast": False}) == ["--fast"]
     changed = Options(
         size=1 << 30, names=("a", "b c"), sizes=(4, 8), is_fast=False, folder=Path("d"), depth=9
     )
@@ -213,26 +214,20 @@ def test_the_words_of_options_are_those_that_change_a_default() -> None:
     ]
 
 
-@pytest.mark.parametrize("each", ALL, ids=lambda each: each.flag)
+@pytest.mark.parametrize("each", ALL, ids=lambda each: each.label)
 def test_every_declared_default_is_in_its_range_and_can_be_written(each: Any) -> None:
-    declared = each.declared
-    assert declared.help.endswith("."), "help is a sentence"
-    assert declared.flag is None or declared.group, "an option of the command line is in a group"
+    assert each.help.endswith("."), "help is a sentence"
+    assert each.flag is None or each.group, "an option of the command line is in a group"
     if each.item in (int, float) and not each.is_list:
-        bounds = (declared.least, declared.above, *declared.choices)
+        bounds = (each.least, each.above, *each.choices)
         assert any(bound is not None for bound in bounds), "a number has a range"
     if each.default not in (REQUIRED, None, ()):
         assert each.problems(each.default) == []
-        assert each.parse(each.text(each.default) if not declared.repeats else each.default) == each.default
+        assert each.parse(each.text(each.default) if not each.repeats else each.default) == each.default
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_name_is_declared_twice(kind: type) -> None:
-    flags = [
-        word
-        for each in options_of(kind).values()
-        if each.declared.flag
-        for word in each.declared.flag.split("/")
-    ]
+    flags = [word for each in options_of(kind).values() if each.flag for word in each.flag.split("/")]
     assert len({*flags}) == len(flags)
     assert {*options_of(kind)} <= {each.name for each in fields(kind)}

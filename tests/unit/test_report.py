@@ -385,6 +385,20 @@ def test_a_table_that_is_too_wide_is_continued_below_with_every_word_whole(
     assert parts == text.count(row.engine) > 1, "every part names its rows"
 
 
+def test_a_continued_table_lacks_rows_without_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    row = Measurement(
+        engine="thinker.prefill", file=Path("engines/thinker/prefill_attention.pt2"),
+        first_ms=1.0, second_ms=2.0, third_ms=3.0, fourth_ms=4.0,
+    )  # fmt: skip
+    noted = replace(row, engine="thinker.decode", note="a/note/as/long/as/the/rest/of/the/terminal")
+    terminal = Terminal()
+    show(Measurements(rows=(row, noted)), as_json=False, stream=terminal)
+    assert terminal.getvalue().count("thinker.decode") == 3
+    assert terminal.getvalue().count("thinker.prefill ") == 2, "it has no note"
+
+
 def test_a_long_line_on_a_terminal_ends_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")

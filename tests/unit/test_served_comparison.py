@@ -16,7 +16,6 @@ from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import ArtifactError, WorkerError
 from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
-from mingc.runtime.service.options import EngineOptions
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served import replay, verification
 from mingc.verify.served.cases import (
@@ -625,7 +624,7 @@ def test_an_artifact_is_run_with_each_kind_of_sampling_and_depth(device: str) ->
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RightService]]:
     services: list[RightService] = []
 
-    def open_service(root: object, options: object) -> RightService:
+    def open_service(root: object, options: object, *, media: object) -> RightService:
         services.append(RightService())
         return services[-1]
 
@@ -669,18 +668,3 @@ def test_a_running_service_is_closed_only_when_an_answer_differs(
     assert (report.passed, service.is_closed) == (not wrong, wrong)
     assert len(report.comparisons) == report.failed and (report.failed > 0) is wrong
     assert report.checked > 20
-
-
-def test_requests_are_replayed_by_the_engines_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[EngineOptions] = []
-    fingerprint = SimpleNamespace(device="cpu", dtype="float32", world_size=1, target="cpu")
-    manifest = SimpleNamespace(fingerprint=fingerprint, parameters={}, served_goldens=None)
-    artifact: Any = SimpleNamespace(manifest=manifest, root=Path("artifact"))
-
-    async def nothing(*_: object) -> None:
-        """Instead of a replay."""
-
-    monkeypatch.setattr(verification, "open_service", lambda root, options: opened.append(options))
-    monkeypatch.setattr(verification, "_replay_and_close", nothing)
-    verification.replay_served(artifact, lambda name: None, ("talker=onnx",))
-    assert opened and {(each.engines, each.target) for each in opened} == {(("talker=onnx",), "cpu")}

@@ -126,7 +126,7 @@ from mingc.cli import main
 from mingc.runtime.service import builder
 from mingc.runtime.engines.backends import aoti
 
-def load(*_):
+def load(*_, **__):
     aoti._unpack_folder()
     print("begun", flush=True)
     time.sleep(600)

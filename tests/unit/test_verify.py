@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.manifest import FILE_NAME, EngineRecord, GraphRecord, Manifest, Parity
 from mingc.artifacts.spec import TensorSpec
+from mingc.artifacts.target import Host
 from mingc.errors import ArtifactError, IncompatibleError, IntegrityError
 from mingc.host import machine as host
-from mingc.host.machine import Host
 from mingc.runtime.engines import backends
 from mingc.verify import graph_goldens
 from mingc.verify.comparison import FileSummary

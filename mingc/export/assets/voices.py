@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.stage import StageOptions
-from mingc.export.stages import find as find_stage
+from mingc.export.stage import Stage, StageOptions
 from mingc.export.weights.loading import float32_module
 from mingc.media.dsp.fbank import kaldi_fbank
 from mingc.media.dsp.resample import resample
@@ -43,7 +42,7 @@ class VoiceSource:
     transcript: str
 
 
-def find(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
+def find_voices(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
     """The voices of talker/data/voice_name.json whose wave is there; a line in `notes` for each fix-up.
 
     The released manifest points at an authoring folder (spec: checkpoint.md §6), so a path that does not exist is
@@ -98,7 +97,7 @@ def posterior_noise(name: str, shape: tuple[int, int]) -> NDArray[np.float32]:
 class VoiceMaker:
     """Turns prompt waves into voice packs with the eager float32 modules of the sampler and the vocoder.
 
-    The module of stage `sampler` has the methods `aggregate` and `speaker`, that of stage `vocoder` has `encode`.
+    The module of `sampler` has the methods `aggregate` and `speaker`, the module of `vocoder` has `encode`.
     `noise` maps a voice's name and a shape (latents, channels) to the noise of its posterior.
     """
 
@@ -107,18 +106,17 @@ class VoiceMaker:
         checkpoint: Checkpoint,
         configs: Mapping[str, Any],
         *,
-        sampler: str,
-        vocoder: str,
+        sampler: Stage,
+        vocoder: Stage,
         noise: Callable[[str, tuple[int, int]], NDArray[np.float32]] = posterior_noise,
     ) -> None:
         self._checkpoint = checkpoint
         self._noise = noise
-        cfm, vae = find_stage(sampler), find_stage(vocoder)
-        self._cfm: Any = float32_module(cfm, configs[sampler], checkpoint)
-        self._vae: Any = float32_module(vae, configs[vocoder], checkpoint)
+        self._cfm: Any = float32_module(sampler, configs[sampler.name], checkpoint)
+        self._vae: Any = float32_module(vocoder, configs[vocoder.name], checkpoint)
         options = StageOptions()
-        self._cfm_parameters = cfm.parameters(configs[sampler], options)
-        self._vae_parameters = vae.parameters(configs[vocoder], options)
+        self._cfm_parameters = sampler.parameters(configs[sampler.name], options)
+        self._vae_parameters = vocoder.parameters(configs[vocoder.name], options)
 
     def register(self, voice: VoiceSource, folder: Path) -> VoiceRecord:
         """Write `voices/<name>.safetensors` under `folder`: latents (1, 4N, 64), embeds (N, D), speaker (D,)."""

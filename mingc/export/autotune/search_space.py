@@ -1,6 +1,6 @@
 """Search space of mixture-of-experts kernel configurations: the few worth timing besides the default.
 
-These are the ones that were fastest or close to it in large sweeps
+These configurations were fastest, or close to it, in large sweeps
 (`benchmarks/results/moe-configs-h200-2026-11-21.json`). Each is tried with the default for the other GEMM.
 """
 

@@ -93,9 +93,9 @@ def autotune(
 ) -> tuple[TunedKernel, ...]:
     """Time configurations for `problems` on this machine's GPU, or read earlier results from `cache`.
 
-    Of problems with the same default configuration, those with the fewest and the most tokens are timed. If both select
-    the default, the others use it too and have no record; if both select another configuration, only that one is timed
-    for the others.
+    Among problems with the same default configuration, the problems with the fewest and the most tokens are timed. If
+    both select the default, the others use it too and have no record. If both select the same other configuration, the
+    others are timed with it and the default only.
 
     Raises: ExportError, CompileError.
     """
@@ -193,7 +193,7 @@ def _time(
 def _compile(
     pool: Executor, dims: ExpertDims, configs: Mapping[MoeProblem, tuple[MoeConfig, ...]]
 ) -> dict[MoeProblem, tuple[MoeConfig, ...]]:
-    """Compile all `configs` into Triton's cache, defaults first, and leave out those that do not fit the device."""
+    """Compile all `configs` into Triton's cache, defaults first; drop configurations that do not fit the device."""
     pairs = sorted(
         ((problem, config) for problem, each in configs.items() for config in each),
         key=lambda pair: pair[1] != default_config(pair[0]),

@@ -1,21 +1,24 @@
-"""Coverage check: the tensors that stages need, compared with those of the checkpoint."""
+"""Coverage check: the tensors that stages need, compared with the tensors of the checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import Shard, Stage
-from mingc.export.stages import discover
 from mingc.export.weights.loading import check_weights
 
 _MAX_LISTED = 40  # problems in an error; the rest is counted
 
 
-def check_coverage(checkpoint: Checkpoint, stages: Sequence[Stage], configs: Mapping[str, Any]) -> list[str]:
-    """Compare the tensors that `stages` need with those of the checkpoint.
+def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: Iterable[Stage]) -> list[str]:
+    """Compare the tensors that stages need with the tensors of the checkpoint.
+
+    Args:
+        configs: of the stages to be exported, by name.
+        known: every stage that may use a tensor.
 
     Returns: notes on tensors that stages ignore.
 
@@ -25,14 +28,14 @@ def check_coverage(checkpoint: Checkpoint, stages: Sequence[Stage], configs: Map
     notes: list[str] = []
     used: dict[str, set[str]] = {"main": set(), "talker": set(), "vae": set()}
     ignored: list[tuple[str, str, str]] = []
-    for stage in discover().values():
+    for stage in known:
         if not stage.is_present(checkpoint):
             continue
         config = configs.get(stage.name) or stage.config(checkpoint)
         sources = stage.weights(config, Shard())
         for source in sources:
             used[source.part].update(source.tensors)
-        if stage in stages or stage.name in configs:
+        if stage.name in configs:
             problems.extend(check_weights(checkpoint, sources))
         ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
     counts: dict[tuple[str, str, str], int] = {}

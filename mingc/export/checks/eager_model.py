@@ -59,7 +59,7 @@ class EagerModel:
         return self._kept is not None
 
     def encode(self, stage: str, inputs: Sequence[NDArray[np.generic]]) -> Floats:
-        """Output (…, D) of an encoder's graph `encode` for one image frame or clip. `inputs`: those of the graph."""
+        """Output (…, D) of an encoder's graph `encode` for one image frame or clip, from the graph's inputs."""
         with torch.no_grad():
             (embeds,) = self._one(stage).encode(*map(torch.from_numpy, inputs))
         return _numpy(embeds)
@@ -72,7 +72,7 @@ class EagerModel:
         max_tokens: int,
         stop_ids: Sequence[int],
     ) -> list[tuple[Ints, Floats]]:
-        """Greedy answers: of each prompt the tokens (n,) and their logits (n, V); a stop token is the last one.
+        """Greedy answers: the tokens (n,) of each prompt and their logits (n, V); a stop token ends an answer.
 
         Args:
             prompts: input_ids (T,), positions (3, T), embed_kind (T,) and embeds (T, D), read where the kind is not 0.

@@ -24,11 +24,11 @@ from mingc.export.checks.routing import fixed_routing, select_experts
 from mingc.export.stage import GraphDef
 from mingc.numerics.perturbation import bfloat16_rounding_factors
 
-_CANDIDATES = 2  # random tokens for each row of the router weights, and as many that point along it
+_CANDIDATES = 2  # random tokens for each row of the router weights, and as many that point along the row
 _TOKENS = 16  # tokens per expert, if as many are routed to it
 _PERTURBATIONS = 32  # of a token within rounding error, none of which may reroute it
-# The difference of an expert's factor from 1 may be this limit and this many of its standard errors. INT4 reduces most
-# experts; those of the tiny thinker by up to a twentieth.
+# An expert's factor may differ from 1 by this limit plus `_STANDARD_ERRORS` of its standard errors. INT4 shrinks most
+# experts, the tiny thinker's by up to a twentieth.
 _FACTOR_LIMIT = 0.02
 _QUANTIZED_FACTOR_LIMITS: dict[Quantization, float] = {"fp8": 0.03, "int4": 0.1}
 _STANDARD_ERRORS = 3.0

@@ -30,7 +30,7 @@ def worst_error(values: Mapping[str, torch.Tensor], references: Mapping[str, tor
 
 
 def max_error(eager: float, dtype: torch.dtype) -> float:
-    """The relative error that a compiled graph may have when that of the eager module is `eager`."""
+    """The relative error that a compiled graph may have when the eager module's error is `eager`."""
     return max(GRAPH_TOLERANCES[dtype_name(dtype)], _EAGER_FACTOR * eager)
 
 
@@ -39,7 +39,7 @@ def worst_parity(first: Parity, second: Parity) -> Parity:
     further = max(first, second, key=lambda each: each.compiled)
     return Parity(
         compiled=further.compiled,
-        eager=further.eager,  # the one that limited this `compiled`
+        eager=further.eager,  # the error that limited this `compiled`
         quantization=_larger(first.quantization, second.quantization),
         rerouted=_larger(first.rerouted, second.rerouted),
         untested_experts=_larger(first.untested_experts, second.untested_experts),

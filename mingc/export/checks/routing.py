@@ -26,7 +26,7 @@ from mingc.export.checks.eager_reference import EagerRanks, pad_like
 from mingc.export.stage import GraphDef
 from mingc.numerics.perturbation import bfloat16_rounding_factors, row_errors
 
-# One token may always be rerouted, and beyond one no larger share. In bfloat16 one random token in forty is rerouted
+# One token may always be rerouted; of several, at most this share. In bfloat16 one random token in forty is rerouted
 # among the 256 experts of the release.
 _MAX_REROUTED = 0.25
 _PERTURBATIONS = 256  # of each token that matches neither float32 nor eager routing

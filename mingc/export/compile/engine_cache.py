@@ -22,7 +22,7 @@ _ENGINE = re.compile(r"[0-9a-f]{64}\.\w+")
 
 
 def take(kept: Path, path: Path) -> bool:
-    """Copy the cached engine to `path` and mark it as used; False when another export has removed it meanwhile."""
+    """Copy the cached engine to `path` and mark it as used; False when another export has removed it."""
     try:
         with kept.open("rb") as source, path.open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -54,7 +54,7 @@ def trim(cache: Path, limit_bytes: float) -> None:
     for _, name, size in sorted(found):
         if total <= limit_bytes:
             break
-        with suppress(OSError):  # one that others own stays
+        with suppress(OSError):  # a file that others own stays
             (cache / name).unlink(missing_ok=True)
             total -= size
 

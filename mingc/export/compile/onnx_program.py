@@ -25,7 +25,7 @@ OPSET = 23
 """The first with the operator Attention, which scaled dot-product attention becomes."""
 
 METADATA_KEY = "mingc"
-"""Key of the model's metadata with what the loader needs: how many inputs are weights, and the place of each state."""
+"""Metadata key: tells the loader how many inputs are weights, and the place of each state."""
 
 _PREFIX = "model."  # the traced wrapper holds the stage's module under this name
 _OWN = ("aten", "prim", "prims")  # namespaces of operators that torch.onnx knows
@@ -40,10 +40,10 @@ UNBOUND_DTYPE = torch.float8_e4m3fn
 def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
     """The `onnx.ModelProto` of `program`.
 
-    Inputs are those of the program, in its order, then its weights under their names; outputs are its outputs, then
+    The model takes the program's inputs in order, then its weights under their names; it returns the outputs, then
     the state that it writes. The metadata under `METADATA_KEY` is a JSON object: `weights`, the number of weights;
-    `outputs`, that of outputs before the state; `state`, for each written tensor the index of its input and whether the
-    output may be the same memory.
+    `outputs`, the number of outputs before the state; `state`, for each written tensor the index of its input and
+    whether the output may be the same memory.
 
     Raises: CompileError when the graph has an operator that ONNX lacks, writes to a tensor that is not state, or
     gathers more than ONNX Runtime can hold.
@@ -161,7 +161,7 @@ _TRANSLATIONS: dict[Any, Any] = {
 
 
 def translates(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator may have a translation: torch's own ones do, or are refused by name; others need one here."""
+    """Whether an operator may be translated: torch refuses its own by name; others need a translation here."""
     return operator.namespace in _OWN or operator in _TRANSLATIONS
 
 

@@ -1,6 +1,6 @@
 """Child process that parses an ONNX model and builds its TensorRT plan.
 
-The builder can crash: the one of TensorRT for RTX 1.4 does so for an attention whose queries, keys and values are one
+The builder can crash, as TensorRT for RTX 1.4 does on an attention whose queries, keys and values are one
 tensor. Here a crash ends only this process, and the export reports it. Neither torch nor onnx is imported.
 """
 
@@ -32,7 +32,7 @@ class Range:
 class BuildJob:
     """One build.
 
-    `cards` are names such as `SM89`; None: the GPU of this machine; empty: those that the library chooses.
+    `cards` are names such as `SM89`; None: the GPU of this machine; empty: the library chooses.
     """
 
     library: str
@@ -100,7 +100,7 @@ def build_plan(model: bytes, job: BuildJob) -> bytes:
 def _allow_decomposition(trt: Any, network: Any) -> None:
     """Let TensorRT compute attention by matrix products and a Softmax where it has no kernel.
 
-    It has some for half precision and usual sizes of heads, and refuses any other Attention unless this is allowed.
+    It has kernels for half precision and usual head sizes, and refuses any other Attention unless this is allowed.
     """
     for index in range(network.num_layers):
         layer = network.get_layer(index)

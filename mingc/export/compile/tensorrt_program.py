@@ -32,7 +32,7 @@ FIX = (
     "compile this stage with AOTInductor: --backend aoti:STAGE; for RTX cards, for which nothing else builds, leave it "
     "out with --stages"
 )
-# A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no such size.
+# A plan reserves memory for the largest sizes of its dims; state that grows with a pool has no largest size.
 _MAX_STATE_BYTES = 256 << 30
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
@@ -44,7 +44,7 @@ _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolu
 def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> None:
     """Raises: CompileError when the traced graph shows that TensorRT, or ONNX on the way to it, cannot take it.
 
-    `names` are those of the first inputs, for errors; the others are weights.
+    `names` name the first inputs in errors; the other inputs are weights.
     It finds Fourier transforms, transposed convolutions in bfloat16, operators of libraries other than torch, gathers
     of large weights, state that grows with a pool (paged KV), and masks of more attention scores than a GPU can hold.
     Other problems are found when the plan is built.
@@ -183,7 +183,7 @@ def _key(
 
 
 def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> list[Range]:
-    """Of every input with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
+    """Ranges of the inputs with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
     given = [
         each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
     ]

@@ -76,7 +76,7 @@ def _small_sequence_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCos
 def _varlen_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """q (B, Q, H, d), k (B, K, H, d), bounds (B, S, 2): a shared range has all keys, a query's own one half of them.
 
-    The ranges are in no shape; these are those of a graph's example inputs: two frames, or one clip.
+    No shape has the ranges; the ranges of a graph's example inputs count: two frames, or one clip.
     """
     (rows, queries, heads, size), keys = shapes["q"], shapes["k"][1]
     share = 1 if shapes["bounds"][1] == 1 else sympy.Rational(1, 2)

@@ -30,7 +30,7 @@ _MAX_PROMPTS = 16  # of a chunk; with more, prompts would be shorter than the ch
 
 
 def thinker_graphs(config: DecoderConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
-    """All graphs of one rank; no dense or no experts graphs if the decoder has no such layers."""
+    """All graphs of one rank; dense and experts graphs only if the decoder has such layers."""
     graphs = _Graphs(config, shard, options)
     defs = [graphs.embed(), graphs.attention("prefill"), graphs.attention("decode"), graphs.head()]
     if config.num_dense_layers:
@@ -192,7 +192,7 @@ class _Graphs:
         return self._graph(spec, "forward")
 
     def sample(self) -> GraphDef:
-        """Sampling from the logits of all ranks; the dtypes of its tensors do not depend on that of the weights."""
+        """Sampling from the logits of all ranks; its dtypes do not depend on the weights' dtype."""
         vocab = self._config.vocab_size
         spec = GraphSpec(
             name="sample",

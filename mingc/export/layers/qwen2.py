@@ -28,7 +28,7 @@ Attend = Callable[[int, Tensor], Tensor]
 class Qwen2Config:
     """Geometry of one stack.
 
-    `windows[i]` is the number of keys that a query of layer i attends to, its own included; None: all earlier ones.
+    `windows[i]` is the number of keys that a query of layer i attends to, including its own; None: all earlier keys.
     """
 
     hidden_size: int

@@ -110,9 +110,9 @@ class VaeDecoder(nn.Module):
         """Decode one patch of each of B utterances → (B, patch samples + tail) float32.
 
         A call decodes the last `lookahead_frames` of the previous patch and all but the last `lookahead_frames` of this
-        one. It also decodes those as if the utterance ended there: they form the tail, which is valid only for the last
-        patch, and leave no state for the next call. Frames before 0 are masked, so a slot needs no reset. `state` is k
-        and v ring buffers of layer 0, then of layer 1, …, last_latent, overlap.
+        one. It also decodes the left-out frames as if the utterance ended there: they form the tail, which is valid
+        only for the last patch, and leave no state for the next call. Frames before 0 are masked, so a slot needs no
+        reset. `state` is k and v ring buffers of layer 0, then of layer 1, …, last_latent, overlap.
         """
         config = self.config
         rings, last_latent, overlap = state[:-2], state[-2], state[-1]

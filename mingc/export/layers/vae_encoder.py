@@ -25,7 +25,7 @@ both share, and never executes further layers in the checkpoint."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VaeEncoderConfig:
-    """Geometry of the encoder; body and aggregator have the same."""
+    """Geometry of the encoder, which body and aggregator share."""
 
     stack: Qwen2Config
     latent_dim: int

@@ -40,8 +40,8 @@ _HOP_SAMPLES = 160
 
 # 1, 2, 4, 8, 10, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
 _TOKEN_BUCKETS = (25, 50, 100, 200, 250, 375, 750, 1500, 3000, 7500)
-# Engines for several clips, one for each size: four of up to 30 s, sixteen of up to 8 s, eleven beside the ten for one.
-# A single clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so longer calls would only delay the first.
+# Static engines for several clips, eleven beside the ten for one clip: four clips of up to 30 s, sixteen of up to 8 s.
+# A single clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so larger calls would only delay the first clip.
 _STATIC_CLIPS = (1, 4, 16)
 _MAX_STATIC_TOKENS = 3200  # of all clips of a call together
 
@@ -78,7 +78,7 @@ class AudioConfig:
 
     @property
     def table_rows(self) -> int:
-        """Rows of the position table: those of the checkpoint, and zeros up to a whole token."""
+        """Rows of the position table: the checkpoint's rows, then zeros up to a whole token."""
         return self.max_tokens * self.downsample_stride
 
 
@@ -379,7 +379,7 @@ def _packed_qkv(name: str, stored_name: str, width: int) -> list[WeightSource]:
 
 
 def _clip_dim(options: StageOptions) -> Dim:
-    """Dim N: the batch sizes of the options, or with static buckets the few of `_STATIC_CLIPS` up to the largest."""
+    """Dim N: the recipe's batch sizes; with static buckets the sizes of `_STATIC_CLIPS` up to the largest batch."""
     if options.static_buckets:
         sizes = tuple(size for size in _STATIC_CLIPS if size <= options.max_batch)
         return Dim(name="N", minimum=1, maximum=sizes[-1], buckets=sizes)

@@ -20,7 +20,7 @@ from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
-from mingc.export.assets import voices
+from mingc.export.assets.voices import find_voices
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
@@ -167,7 +167,7 @@ class TalkerStage(Stage):
 
 def _default_voice(checkpoint: Checkpoint) -> str | None:
     """The reference's default voice if the checkpoint has its waveform, else the first voice that has one."""
-    names = [voice.name for voice in voices.find(checkpoint, [])]
+    names = [voice.name for voice in find_voices(checkpoint, [])]
     return _PREFERRED_VOICE if _PREFERRED_VOICE in names else next(iter(names), None)
 
 

@@ -184,8 +184,8 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
     """The reference: the unsharded module with the checkpoint's weights, computing in float32.
 
     Weights are float32 except routed experts, which keep the checkpoint's dtype and are converted, exactly, one at a
-    time when they run: those of one released layer are 13 GB in float32. With `submodule`, only the submodule at this
-    path; no other weight is read.
+    time when they run: the experts of one released layer take 13 GB in float32. With `submodule`, only the submodule
+    at this path; no other weight is read.
     """
     with torch.device("meta"):
         module = stage.build(config, Shard())

@@ -79,9 +79,9 @@ def prepare(
 
 @cache
 def _on_meta(stored: torch.dtype, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """What the quantizer of `stored` makes of a weight of `shape`, on the meta device.
+    """Quantized weight and scale as meta tensors.
 
-    Kept, because operations on that device take milliseconds, and the layers of a stage have few different shapes.
+    Cached: meta operations take milliseconds, and the layers of a stage have few different shapes.
     """
     return _QUANTIZERS[stored](torch.empty(shape, device="meta"))
 

@@ -125,7 +125,7 @@ class VisionEncoder:
     def _inputs(
         self, pixels: Mapping[str, NDArray[np.generic]], grids: Sequence[Grid], num_tokens: int
     ) -> dict[str, Tensor]:
-        """Inputs of a call for the result of `_pixels`, padded to a bucket of `num_tokens`."""
+        """Build encoder inputs from `_pixels` output, padded to the `num_tokens` bucket."""
         merge = self._parameters.merge_size
         unpadded = build_grid_arrays(
             grids, merge_size=merge, position_grid_size=self._parameters.position_grid_size
@@ -153,7 +153,7 @@ class VisionEncoder:
     def _normalised(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Inputs of the graph: `pixels` from `colours` (M, m, C, time, p·p) and `levels` (C, 256) where they are given.
 
-        The values are those of `VisionFeatures.rows`, in the graph's dtype.
+        The values equal `VisionFeatures.rows`, in the graph's dtype.
         """
         if "colours" not in inputs:
             return inputs

@@ -20,9 +20,8 @@ from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.engine_thread import EngineThread
 
 _MAX_MEDIA = 32  # in one call
-# Of features, beyond which preprocessing waits: about two of the largest images.
-_MAX_WAITING_BYTES = 64 << 20
-# Only in NaN and inf all of its bits are set.
+_MAX_WAITING_BYTES = 64 << 20  # features of about two of the largest images; preprocessing waits above that
+# NaN and inf are the values that have all of these bits set.
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 _BLOCK_VALUES = 1 << 16
 
@@ -196,7 +195,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
     def _keep(self, job: _Job[_Features], embeddings: Tensor) -> None:
         """Cache `embeddings` if they are finite.
 
-        Requests that have joined meanwhile get the cached copy. If there is none, they try again.
+        Requests that joined during the call get the cached copy. If there is none, they try again.
         """
         if self._cache is None or job.key is None:
             return

@@ -26,7 +26,7 @@ class MediaDigests(NamedTuple):
 
 
 def media_digests(media: MediaFeatures) -> MediaDigests:
-    """The digests of all features; hashing those of a large image takes milliseconds."""
+    """The digests of all features. Hashing the patches of a large image takes milliseconds."""
     return MediaDigests(*(tuple(map(content_digest, items)) for items in (media.vision, media.audio)))
 
 

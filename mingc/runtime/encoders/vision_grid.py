@@ -122,7 +122,7 @@ def pad_tokens(values: NDArray[_Scalar], num_tokens: int) -> NDArray[_Scalar]:
 def pad_grid_arrays(arrays: VisionGridArrays, num_tokens: int) -> VisionGridArrays:
     """Pad the arrays to a bucket of `num_tokens`.
 
-    A padding patch attends to the patches of its own token, so that its softmax is never empty.
+    A padding patch attends to the patches of the same token, so that its softmax is never empty.
     """
     patches = arrays.segment.shape[1]
     starts = np.arange(arrays.num_tokens, num_tokens, dtype=np.int32)[:, None] * patches

@@ -27,7 +27,7 @@ class MemoryAccount:
 
     @property
     def uses(self) -> tuple[MemoryUse, ...]:
-        """All entries, those of a device together."""
+        """All entries, grouped by device."""
         return tuple(
             MemoryUse(device=device, owner=owner, num_bytes=num_bytes)
             for (device, owner), num_bytes in sorted(self._bytes.items(), key=lambda item: item[0][0])

@@ -54,7 +54,7 @@ class MediaLoader:
         named = (entry for entry in options.allow_media_hosts if entry != ANY_PUBLIC_HOST)
         self._hosts = frozenset(_host_and_port(entry) for entry in named)
         self._root = None if options.media_root is None else options.media_root.resolve()
-        # They log whole URLs at INFO and DEBUG; those of media often carry a signature that grants access.
+        # They log whole URLs at INFO and DEBUG; a URL of a medium often carries a signature that grants access.
         for name in ("httpx", "httpcore"):
             logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -99,7 +99,7 @@ class UserMessage(_GivenMessage, tag="user"):
 
 
 class EarlierAudio(Struct):
-    """Audio of an earlier answer, of which only the transcript is read."""
+    """Audio of an earlier answer. Only the transcript is read."""
 
     transcript: str | None = None
 
@@ -223,8 +223,8 @@ CHAT_REFUSED: Refused = {
     "reasoning_effort": ("use 'thinking': true or false", ("none",)),
     "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
     "image_generation": ("images are not generated", ()),
-    "stage_sampling": ("stages have no sampling of their own", ({},)),
-    "stage_params": ("stages have no parameters of their own", ({},)),
+    "stage_sampling": ("sampling is set for the whole request", ({},)),
+    "stage_params": ("parameters are set for the whole request", ({},)),
     "best_of": ("one choice is generated per request", (1,)),
     "use_beam_search": ("there is no beam search", (False,)),
     "length_penalty": ("there is no beam search", (1,)),

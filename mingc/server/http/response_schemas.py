@@ -25,7 +25,7 @@ class Abilities(Struct, kw_only=True):
 
 
 class ModelObject(Abilities, tag_field="object", tag="model", forbid_unknown_fields=True, kw_only=True):
-    """The served model under one of its names; `routes` are those that it can answer."""
+    """The served model under one of its names; `routes`: the routes that it can answer."""
 
     id: str
     created: int
@@ -60,7 +60,7 @@ class PromptTokensDetails(Struct, forbid_unknown_fields=True):
 
 
 class ChatUsage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's usage of a chat (text tokens), with audio patches and seconds in fields of their own."""
+    """OpenAI's usage of a chat (text tokens), with audio patches and seconds added."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -253,41 +253,37 @@ class ChatResponseBuilder:
             timings_ms=done.timings_ms,
         )
 
-    def role_chunk(self) -> ChatChunk:
-        return self._chunk(Delta(role="assistant", content="", refusal=None))
-
-    def text_chunk(self, text: str) -> ChatChunk:
-        return self._chunk(Delta(content=text))
-
-    def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
-        """Base64 of a part of the clip."""
-        return self._chunk(Delta(audio=DeltaAudio(id=self._audio_id if is_first else UNSET, data=data)))
-
-    def audio_end_chunk(self, transcript: str, *, is_first: bool) -> ChatChunk:
-        """End of the audio: no data, the complete transcript. `is_first`: the clip is empty."""
-        audio = DeltaAudio(expires_at=_expires_at(), transcript=transcript)
-        if is_first:
-            audio.id, audio.data = self._audio_id, ""
-        return self._chunk(Delta(audio=audio))
-
-    def finish_chunk(self, done: Done) -> ChatChunk:
-        chunk = self._chunk(Delta(), done.finish_reason)
-        chunk.timings_ms = done.timings_ms
-        return chunk
-
-    def usage_chunk(self, usage: Usage) -> ChatChunk:
-        chunk = self._chunk(Delta())
-        chunk.choices, chunk.usage = [], chat_usage(usage)
-        return chunk
-
-    def _chunk(self, delta: Delta, finish_reason: FinishReason | None = None) -> ChatChunk:
+    def chunk(
+        self,
+        delta: Delta,
+        finish_reason: FinishReason | None = None,
+        timings_ms: dict[str, float] | None = None,
+    ) -> ChatChunk:
         return ChatChunk(
             id=self.request_id,
             created=self.created,
             model=self.model,
             choices=[ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)],
             usage=None if self.include_usage else UNSET,
+            timings_ms=UNSET if timings_ms is None else timings_ms,
         )
+
+    def role_chunk(self) -> ChatChunk:
+        return self.chunk(Delta(role="assistant", content="", refusal=None))
+
+    def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
+        """Base64 of a part of the clip."""
+        return self.chunk(Delta(audio=DeltaAudio(id=self._audio_id if is_first else UNSET, data=data)))
+
+    def audio_end_chunk(self, transcript: str, *, is_first: bool) -> ChatChunk:
+        """End of the audio: no data, the complete transcript. `is_first`: the clip is empty."""
+        audio = DeltaAudio(expires_at=_expires_at(), transcript=transcript)
+        if is_first:
+            audio.id, audio.data = self._audio_id, ""
+        return self.chunk(Delta(audio=audio))
+
+    def usage_chunk(self, usage: Usage) -> ChatChunk:
+        return msgspec.structs.replace(self.chunk(Delta()), choices=[], usage=chat_usage(usage))
 
     @property
     def _audio_id(self) -> str:

@@ -19,6 +19,7 @@ from mingc.server.audio_format import AudioSpec, Base64Stream, encode, open_stre
 from mingc.server.http.response_schemas import (
     SSE_DONE,
     ChatResponseBuilder,
+    Delta,
     SpeechDelta,
     speech_done,
     sse,
@@ -101,7 +102,7 @@ async def chat_chunks(
             has_role = True
         if isinstance(event, TextDelta):
             transcript.append(event.text)
-            yield sse(builder.text_chunk(event.text))
+            yield sse(builder.chunk(Delta(content=event.text)))
         elif isinstance(event, AudioDelta | Done) and encoder is not None:
             for data in await encoder.encode(event):
                 yield sse(builder.audio_chunk(data, is_first=not has_audio))
@@ -109,7 +110,7 @@ async def chat_chunks(
         if isinstance(event, Done):
             if encoder is not None:
                 yield sse(builder.audio_end_chunk("".join(transcript), is_first=not has_audio))
-            yield sse(builder.finish_chunk(event))
+            yield sse(builder.chunk(Delta(), event.finish_reason, event.timings_ms))
             if builder.include_usage:
                 yield sse(builder.usage_chunk(event.usage))
             yield SSE_DONE

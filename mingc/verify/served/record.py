@@ -13,21 +13,17 @@ from numpy.typing import NDArray
 from mingc.artifacts.artifact import Artifact, hash_file
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
-    AudioParameters,
-    CfmParameters,
     TalkerParameters,
-    ThinkerParameters,
-    VaeParameters,
-    VisionParameters,
 )
-from mingc.artifacts.stage_graph import SpeechPath
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
+from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.service.preprocessing import create_chat_processor, create_speech_planner, load_tokenizer
+from mingc.runtime.service.preprocessing import create_speech_planner, load_tokenizer
+from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.worker import SpeechSegment
 from mingc.text.segment import iter_speech_segments
@@ -82,11 +78,11 @@ def record_goldens(folder: Path, manifest: Manifest, model: ReferenceModel) -> s
     """Write the served goldens of the artifact being built in `folder`. Returns the file's path in it."""
     writer = _GoldenWriter(Artifact(folder, manifest), model)
     writer.record()
-    path = manifest.graph.speech_path()
+    speech = find_speech_stages(manifest)
     goldens = ServedGoldens(
         cases=tuple(writer.cases),
         tensors=writer.media.tensors,
-        sample_rate=0 if path is None else manifest.parameters_of(path.vocoder, VaeParameters).sample_rate,
+        sample_rate=0 if speech is None else speech.vae.sample_rate,
         parameters=manifest.parameters,
         assets=asset_records(manifest, lambda file: hash_file(folder / file)),
     )
@@ -103,36 +99,41 @@ class _GoldenWriter:
         self.cases: list[ServedCase] = []
 
     def record(self) -> None:
-        graph, tokenizers = self._manifest.graph, self._manifest.tokenizers
-        decoder, path = graph.text_decoder(), graph.speech_path()
+        tokenizers = self._manifest.tokenizers
+        chat, speech = find_chat_stages(self._manifest), find_speech_stages(self._manifest)
         planner: SpeechPlanner | None = None
-        if path is not None and path.speech_llm in tokenizers:
-            planner = create_speech_planner(self._artifact, path)
-            talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
+        if speech is not None and speech.speech_llm in tokenizers:
+            planner = create_speech_planner(self._artifact, speech)
             names = [voice.name for voice in self._manifest.voices]
-            for case in speech_cases(names, min_stop_step=talker.min_stop_step):
+            for case in speech_cases(names, min_stop_step=speech.talker.min_stop_step):
                 self.cases.append(case)
-                pieces = iter_speech_segments(case.text, talker.max_segment_length)
-                self._record_speech(case, planner, path, pieces)
-        if decoder is not None and decoder in tokenizers:
-            self._record_chats(decoder, planner, path)
+                pieces = iter_speech_segments(case.text, speech.talker.max_segment_length)
+                self._record_speech(case, planner, speech, pieces)
+        if chat is not None and chat.decoder in tokenizers:
+            self._record_chats(chat, planner, speech)
 
-    def _record_chats(self, decoder: str, planner: SpeechPlanner | None, path: SpeechPath | None) -> None:
-        graph = self._manifest.graph
-        thinker = self._manifest.parameters_of(decoder, ThinkerParameters)
-        vision = graph.producer(decoder, "image") or graph.producer(decoder, "video")
+    def _record_chats(
+        self, stages: ChatStages, planner: SpeechPlanner | None, speech: SpeechStages | None
+    ) -> None:
+        thinker = stages.thinker
         cases = chat_cases(
             self.media,
             max_tokens=_TOKENS if self._model.is_small else _TOKENS_OF_LARGE,
-            vision=None if vision is None else self._manifest.parameters_of(vision, VisionParameters),
-            has_audio=graph.producer(decoder, "audio") is not None,
+            vision=stages.vision_parameters,
+            has_audio=stages.audio is not None,
             has_speech=planner is not None,
         )
-        tokenizer = load_tokenizer(self._artifact, decoder)
-        processor = create_chat_processor(self._artifact, decoder, tokenizer, media=InProcessDecoder())
+        tokenizer = load_tokenizer(self._artifact, stages.decoder)
+        processor = ChatProcessor(
+            tokenizer,
+            thinker,
+            vision=stages.vision_parameters,
+            audio=stages.audio_parameters,
+            decoder=InProcessDecoder(),
+        )
         prepared = [processor.prepare(decoded_messages(case, self.media.tensors)) for case in cases]
         answers = self._model.answer(
-            [self._prompt(decoder, thinker.hidden_size, each) for each in prepared],
+            [self._prompt(stages, each) for each in prepared],
             rope_deltas=[each.tokens.rope_delta for each in prepared],
             max_tokens=cases[0].max_tokens,
             stop_ids=thinker.stop_token_ids,
@@ -157,22 +158,18 @@ class _GoldenWriter:
             put("tokens", tokens)
             put("logits", logits[:, columns])
             put("columns", columns)
-            if planner is not None and path is not None and case.speech is not None:
-                talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
-                pieces = _spoken(tokenizer, tokens, talker.max_segment_length)
-                self._record_speech(case, planner, path, pieces)
+            if planner is not None and speech is not None and case.speech is not None:
+                pieces = _spoken(tokenizer, tokens, speech.talker.max_segment_length)
+                self._record_speech(case, planner, speech, pieces)
 
-    def _prompt(
-        self, decoder: str, hidden_size: int, prepared: PreparedPrompt
-    ) -> tuple[Ints, Ints, Ints, Floats]:
+    def _prompt(self, stages: ChatStages, prepared: PreparedPrompt) -> tuple[Ints, Ints, Ints, Floats]:
         """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip per call."""
-        graph, prompt = self._manifest.graph, prepared.tokens
+        prompt, hidden_size = prepared.tokens, stages.thinker.hidden_size
         embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
-        vision_stage = graph.producer(decoder, "image") or graph.producer(decoder, "video")
+        vision, audio = stages.vision_parameters, stages.audio_parameters
         found: list[Floats] = []
         for feature in prepared.media.vision:
-            assert vision_stage is not None, "the processor refuses media without an encoder"
-            vision = self._manifest.parameters_of(vision_stage, VisionParameters)
+            assert stages.vision is not None and vision is not None, "media without an encoder are refused"
             frames, height, width = feature.grid
             for pixels in np.split(feature.pixels, frames):
                 arrays = build_grid_arrays(
@@ -187,28 +184,25 @@ class _GoldenWriter:
                     arrays.coordinates,
                     np.ascontiguousarray(arrays.segment),
                 )
-                found.append(self._model.encode(vision_stage, inputs))
+                found.append(self._model.encode(stages.vision, inputs))
         if found:
             embeds[prompt.embed_kind == VISION] = np.concatenate(found)
-        audio_stage = graph.producer(decoder, "audio")
         spoken: list[Floats] = []
         for clip in prepared.media.audio:
-            assert audio_stage is not None, "the processor refuses media without an encoder"
-            audio = self._manifest.parameters_of(audio_stage, AudioParameters)
+            assert stages.audio is not None and audio is not None, "media without an encoder are refused"
             mel = np.zeros((clip.num_tokens * audio.frames_per_token, audio.num_mels), np.float32)
             mel[: len(clip.mel)] = clip.mel
             grouped = mel.reshape(1, clip.num_tokens, audio.frames_per_token, audio.num_mels)
-            made = self._model.encode(audio_stage, (grouped, np.array([len(clip.mel)], np.int64)))
+            made = self._model.encode(stages.audio, (grouped, np.array([len(clip.mel)], np.int64)))
             spoken.append(made.reshape(-1, hidden_size)[: clip.num_tokens])
         if spoken:
             embeds[prompt.embed_kind == AUDIO] = np.concatenate(spoken)
         return prompt.input_ids, prompt.positions, prompt.embed_kind, embeds
 
     def _record_speech(
-        self, case: ServedCase, planner: SpeechPlanner, path: SpeechPath, pieces: Iterable[str]
+        self, case: ServedCase, planner: SpeechPlanner, speech: SpeechStages, pieces: Iterable[str]
     ) -> None:
-        talker = self._manifest.parameters_of(path.speech_llm, TalkerParameters)
-        flow = self._manifest.parameters_of(path.sampler, CfmParameters)
+        talker, flow = speech.talker, speech.flow
         generator = np.random.default_rng(_SEED + len(self.cases))
         made: dict[str, list[Array]] = {
             name: [] for name in ("noise", "step_noise", "latents", "stop", "samples")

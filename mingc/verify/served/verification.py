@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact, check_fingerprint, open_artifact
+from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import ConfigError
 from mingc.host.machine import current_host
-from mingc.media.task import InProcessDecoder
+from mingc.media.decoding import InProcessDecoder
 from mingc.numerics.tolerances import REFERENCE_TOLERANCES
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
@@ -119,8 +120,9 @@ def compare_parameters(manifest: Manifest, goldens: ServedGoldens, log: Comparis
     No recorded request depends on some of them, such as a limit that none reaches, the default of a field that all
     set, or a voice that none uses.
     """
-    for stage in sorted({*manifest.parameters} | {*goldens.parameters}):
-        given, recorded = manifest.parameters.get(stage, {}), goldens.parameters.get(stage, {})
+    parameters = encode(manifest.parameters)
+    for stage in sorted({*parameters} | {*goldens.parameters}):
+        given, recorded = parameters.get(stage, {}), goldens.parameters.get(stage, {})
         for name in sorted({*given} | {*recorded}):
             is_same = name in given and name in recorded and given[name] == recorded[name]
             what = f"{given.get(name)!r}, recorded with {recorded.get(name)!r}"

@@ -30,11 +30,11 @@ _OPTIONS: dict[str, Any] = {
     "always_keep_tensor_constants": True,
 }
 _CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-# The host's part of such an engine computes nothing, so it needs no vector instructions. To find out which there are,
+# The host code of a CUDA engine computes nothing and needs no vector instructions. To find out which there are,
 # Inductor would compile probes and load each in a new Python that imports torch: 37 s of a worker's first compile.
 _CUDA_OPTIONS: dict[str, Any] = {"cpp.vec_isa_ok": False}
-# What the fingerprint's capability promises. The default, -march=native, would use instructions of this very
-# processor that others of the same capability lack.
+# The fingerprint's capability promises these instructions. The default, -march=native, would use instructions of this
+# processor that other processors of the same capability lack.
 _CPU_ARCHITECTURES = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 
 

@@ -1,7 +1,7 @@
 """TensorRT backend: plans for NVIDIA GPUs through ONNX, with the weights outside.
 
-For RTX cards, as `rtx:sm89`, on any machine, also without a GPU: one plan for every size. For `cuda`, the GPU of this
-machine: a plan for each bucket, as AOTInductor has an engine for each, whose states are those of a batch.
+For RTX cards, such as `rtx:sm89`, it builds one plan for every size, on any machine, also without a GPU. For `cuda`,
+the GPU of this machine, it builds a plan for each bucket, as AOTInductor does; its states hold the rows of a batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECK = ("onnxruntime",)  # runs the models of engines for cards that are not h
 class TensorRtBackend(Backend):
     """`torch.onnx`, then TensorRT's ONNX parser and builder.
 
-    `slots` is the index of the input that `GraphDef.slots` names, where the engine has the states of a batch.
+    `slots` is the index of the input that `GraphDef.slots` names, if the engine's states hold the rows of a batch.
     """
 
     name = "tensorrt"

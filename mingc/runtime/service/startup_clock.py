@@ -1,4 +1,4 @@
-"""Timing of the start-up phases: imports, checks, loading, capture."""
+"""Times the phases of a start: imports, checks, loading, capture."""
 
 from __future__ import annotations
 

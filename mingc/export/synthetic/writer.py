@@ -22,9 +22,9 @@ from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.stage import StageOptions
 from mingc.export.stages import discover
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
-_CHECKOUT = Path(__file__).parents[2]
+_CHECKOUT = Path(__file__).parents[3]
 BUILT_IN = {
     "released": _CHECKOUT / "benchmarks" / "released",
     "tiny": _CHECKOUT / "tests" / "data" / "tiny-ming",

@@ -13,11 +13,10 @@ import torch
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ConfigError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.build import stage_options
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
 _PATCH_EMBED = "patch-embed"
 

@@ -1,8 +1,9 @@
-"""`torch.export` of one graph of a stage with the dims of its spec."""
+"""Trace one graph of a stage: `torch.export` with the dims of its spec, as a backend compiles it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import CaptureError
+from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
+from mingc.kernels.dispatch import plain_torch
 
 
 class _Entry(nn.Module):
@@ -43,6 +46,22 @@ class _SharedEntry(nn.Module):
         count = len(self._names)
         weights = dict(zip(self._names, tensors[-count:], strict=True))
         return torch.func.functional_call(self._hidden[0], weights, tensors[:-count])
+
+
+def trace_graph(
+    backend: Backend,
+    plan: GraphDef,
+    module: nn.Module,
+    *,
+    stage: str,
+    sizes: Mapping[str, int] | None,
+    device: str,
+) -> torch.export.ExportedProgram:
+    """`plan` as `backend` compiles it for `sizes`. Raises: CaptureError."""
+    static = {**(sizes or {}), **backend.pool_dims}
+    # Backends that cannot compile mingc's kernels get a graph of plain torch operators.
+    with nullcontext() if backend.takes_kernels else plain_torch():
+        return capture(plan, module, stage=stage, static_shapes=static, device=torch.device(device))
 
 
 def share_weights(plan: GraphDef, module: nn.Module) -> GraphDef:
@@ -92,7 +111,7 @@ def capture(
 def check_example(
     spec: GraphSpec, example: Mapping[str, torch.Tensor], sizes: Mapping[str, int], stage: str
 ) -> None:
-    """Raise CaptureError when an example tensor is not what the spec says."""
+    """Raise CaptureError when an example tensor differs from the spec."""
     for tensor in (*spec.inputs, *spec.state):
         shape = tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
         value = example[tensor.name]

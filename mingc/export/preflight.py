@@ -46,7 +46,7 @@ def resolve_target(target: str) -> str:
 def check_host(recipe: ExportRecipe) -> None:
     """Check the device of the target and the cache folder.
 
-    Raises: ConfigError when there is no such device, or the folder is not writable.
+    Raises: ConfigError when the device is missing, or the folder is not writable.
     """
     if recipe.target == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -79,7 +79,7 @@ def check_space(
     Raises: ConfigError when the artifact cannot fit.
     """
     needed = num_engines * _ENGINE_BYTES
-    if not recipe.synthetic:  # random weights are those of a few layers
+    if not recipe.synthetic:  # random weights are stored for a few layers
         needed += sum(_weight_bytes(recipe, checkpoint, stage, configs[stage.name]) for stage in stages)
     folder = recipe.output.absolute().parent
     while not folder.exists():

@@ -9,7 +9,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mingc.artifacts.manifest import (
@@ -21,38 +20,33 @@ from mingc.artifacts.manifest import (
     TunedKernel,
 )
 from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
-from mingc.export.compile.build import (
-    BuiltEngine,
-    GraphResult,
-    GraphTask,
-    Replay,
-    Timer,
-    build_engine,
-    check_graph,
-    engine_label,
-    measure_quantization_error,
-    time_graph,
-)
-from mingc.export.compile.fastest import choose_fastest, size_order
+from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
-from mingc.export.recipe import ExportRecipe
-from mingc.export.weights.files import WeightsFile, WrittenFile, write_in_worker
+from mingc.export.tasks.check_graph import GraphResult, Replay, check_graph
+from mingc.export.tasks.compile_engine import BuiltEngine, build_engine
+from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.quantization import measure_quantization_error
+from mingc.export.tasks.timing import Timer, choose_fastest, size_order, time_graph
+from mingc.export.tasks.weights_file import WrittenFile, write_in_worker
 from mingc.host.machine import equal_gpus
 
 _T = TypeVar("_T")
 _FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built
-Sizes = Mapping[str, Mapping[str, list[dict[str, int] | None]]]  # of a graph's engines, by stage and graph
+ReportStep = Callable[[str, str, float | None], None]
+"""Called with the name and the subject of a step before it starts, and with its seconds when it has ended."""
+
 Timings = tuple[str, tuple[EngineTiming, ...]]  # of a graph's engines, and the device they were timed on
 
 
 class Schedule:
     """Builds the graphs of an export in `jobs` processes.
 
-    Engines need only the first rank's weights file of their stage, which is written first. Files of other ranks are
-    written meanwhile, one after another, so that only one rank's weights are in memory. Checks and comparisons, which
-    read every rank's file, start when all files of their stage are complete. If several backends are tried, their
-    engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph has a process
-    of its own, because a backend's library may end it: that backend is refused, as one that raises an error.
+    Engines need only the first rank's weights file of their stage, which the caller has written. Files of other ranks
+    are written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
+    comparisons, which read every rank's file, start when all files of their stage are complete. If several backends are
+    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph
+    runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
+    error.
 
     Attributes:
         results: of every graph, once it has run.
@@ -62,65 +56,56 @@ class Schedule:
 
     def __init__(
         self,
-        recipe: ExportRecipe,
+        plan: ExportPlan,
         folder: Path,
         replay: Replay,
-        sizes: Sizes,
-        files: Mapping[str, tuple[WeightsFile, ...]],
-        step: Callable[[str, str, float | None], None],
+        step: ReportStep,
         kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
-        compile_costs: Mapping[str, int] = MappingProxyType({}),
         timer: Timer | None = None,
-        refused: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
-        """Plan the work.
-
-        Args:
-            refused: reasons of backends that cannot build a graph, by graph and backend; they are not tried.
-        """
+        self._recipe, self._folder, self._replay, self._step = plan.recipe, folder, replay, step
         self._timer = timer
-        self._recipe, self._folder, self._replay = recipe, folder, replay
-        self._sizes, self._step = sizes, step
-        self._paths = {stage: tuple(file.path for file in each) for stage, each in files.items()}
-        tasks = [
-            GraphTask(
-                recipe=recipe,
-                stage=stage,
-                graph=graph,
+        self._paths = {stage: tuple(file.path for file in each) for stage, each in plan.files.items()}
+        tasks = {
+            graph.name: GraphTask(
+                recipe=plan.recipe,
+                stage=graph.stage,
+                graph=graph.graph,
                 folder=folder,
-                weights=self._paths[stage],
-                kernel_configs=kernel_configs.get(stage, ()),
+                weights=self._paths[graph.stage],
+                kernel_configs=kernel_configs.get(graph.stage, ()),
             )
-            for stage, graphs in sizes.items()
-            for graph in graphs
-        ]
+            for graph in plan.graphs
+        }
         self._refused = {
-            task.name: [
+            graph.name: [
                 BackendRefusal(backend=backend, reason=reason)
-                for backend, reason in sorted(refused.get(task.name, {}).items())
+                for backend, reason in sorted(graph.refused.items())
             ]
-            for task in tasks
+            for graph in plan.graphs
         }
         self._to_compile = deque(
-            (replace(task, backend=backend), static_shapes)
+            (replace(tasks[graph.name], backend=backend), static_shapes)
             # Longest compiles first, so that no job is left with one at the end.
-            for task in sorted(tasks, key=lambda each: -compile_costs.get(each.name, 0))
-            for backend in recipe.backends_of(task.stage)
-            if backend not in refused.get(task.name, {})
-            for static_shapes in sizes[task.stage][task.graph]
+            for graph in sorted(plan.graphs, key=lambda each: -each.compile_cost)
+            for backend in graph.backends
+            if backend not in graph.refused
+            for static_shapes in graph.sizes
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        self._to_write = deque(file for each in files.values() for file in each[1:])  # until it is whole
+        self._to_write = deque(file for each in plan.files.values() for file in each[1:])  # until it is whole
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
         self._to_time: list[GraphTask] = []
         self._to_compare = [
-            stage for stage in sizes if recipe.quantization(stage) is not None and not recipe.synthetic
+            stage
+            for stage in plan.files
+            if plan.recipe.quantization(stage) is not None and not plan.recipe.synthetic
         ]
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
-        self._checked: dict[str, list[GraphResult]] = {task.name: [] for task in tasks}  # of each backend
-        # What is done with a future's result, in the order in which they were submitted.
+        self._checked: dict[str, list[GraphResult]] = {name: [] for name in tasks}  # of each backend
+        # Takes the result of each future, in the order of submission.
         self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
         self.results: list[GraphResult] = []
         self.quantization_error: dict[str, QuantizationError] = {}
@@ -286,7 +271,7 @@ class Schedule:
         self._choose(task, device, timings)
 
     def _timings_alone(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
-        """Time one backend after the other, because one of them failed, and refuse those that fail again."""
+        """Time one backend after the other, because one of them failed; refuse a backend that fails again."""
         device, timings = "", list[EngineTiming]()
         for record in records:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.recipe import ExportRecipe
-from mingc.export.weights.synthetic import open_synthetic
+from mingc.export.synthetic.checkpoint import open_synthetic
 
 
 def open_source(recipe: ExportRecipe) -> Checkpoint:

@@ -10,18 +10,17 @@ from pathlib import Path
 import torch
 
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.build import first_shard, stage_options
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.source import open_source
 from mingc.export.stage import Shard, Stage
 from mingc.export.stages import find
 from mingc.export.weights.loading import write_weights
-from mingc.export.weights.source import open_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsFile:
-    """One weights file: a rank's weights except those of the submodules at the paths `omitted`."""
+    """One weights file: a rank's weights without the submodules at the paths `omitted`."""
 
     stage: str
     shard: Shard

@@ -1,0 +1,307 @@
+"""Run the plan of an export: tokenizers, voices, tuning, weights, engines, checks, goldens, manifest, rename."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+import mingc
+from mingc.artifacts.artifact import new_artifact, write_manifest
+from mingc.artifacts.codec import encode
+from mingc.artifacts.manifest import (
+    NO_SERVED_GOLDENS,
+    SCHEMA,
+    Fingerprint,
+    Manifest,
+    StageRecord,
+    TunedKernel,
+    VoiceRecord,
+)
+from mingc.artifacts.target import Host, rtx_capabilities
+from mingc.errors import ConfigError
+from mingc.export.assets import tokenizers
+from mingc.export.assets.voices import VoiceMaker, copy_speaker_network
+from mingc.export.autotune.tuning import autotune
+from mingc.export.checkpoint import Checkpoint
+from mingc.export.checks.eager_model import EagerModel
+from mingc.export.plan import ExportPlan, plan_export
+from mingc.export.process_pool import peak_rss_bytes
+from mingc.export.recipe import ExportRecipe
+from mingc.export.report import ExportReport, report_export
+from mingc.export.schedule import ReportStep, Schedule
+from mingc.export.stages import find
+from mingc.export.tasks.check_graph import GraphResult, Replay
+from mingc.export.tasks.quantization import stored_modules
+from mingc.export.tasks.timing import Timer
+from mingc.export.tasks.weights_file import write_file
+from mingc.export.weights.loading import float32_module
+from mingc.host.machine import current_host
+
+_KEPT_BYTES = 8 << 30  # of weights, up to which the eager model keeps its float32 modules in memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A step of an export that begins (`seconds` is None) or ends, for progress lines."""
+
+    name: str  # kernel_configs (timed), weights, engine (compiled), check (of a graph), voice, manifest
+    subject: str
+    seconds: float | None
+    done: int
+    total: int
+
+
+Record = Callable[[Path, Manifest, EagerModel], str]
+"""Writes served goldens into the folder of an artifact, answered by the eager model; returns their path in it."""
+
+
+def export_artifact(
+    recipe: ExportRecipe,
+    replay: Replay,
+    progress: Callable[[Step], None],
+    record: Record | None = None,
+    timer: Timer | None = None,
+) -> ExportReport:
+    """Plan an export and run it; arguments and errors are those of `plan_export` and `run`."""
+    return run(plan_export(recipe), replay, progress, record, timer)
+
+
+def run(
+    plan: ExportPlan,
+    replay: Replay,
+    progress: Callable[[Step], None],
+    record: Record | None = None,
+    timer: Timer | None = None,
+) -> ExportReport:
+    """Build the artifact of `plan`.
+
+    Args:
+        replay: runs engines that were built.
+        progress: called before and after every step.
+        record: records goldens of whole requests; None: the artifact has none.
+        timer: times engines where the recipe asks for `auto` backends.
+
+    Raises: ConfigError, CheckpointError, ExportError. On any of them the output of the recipe is untouched.
+    """
+    if timer is None and plan.is_measured:
+        raise ConfigError(
+            "`--backend auto` needs a timer, and none was passed",
+            where="--backend auto",
+            fix="name a backend",
+        )
+    started, recipe, checkpoint = time.perf_counter(), plan.recipe, plan.checkpoint
+    step, parameters, notes = step_counter(plan, progress), plan.parameters(), [*plan.notes]
+    with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
+        # Before the hours of compiling, because files may be missing: the released weights have no tokenizer.
+        copied = tokenizers.copy(
+            checkpoint, folder, plan.stages, parameters, notes, is_synthetic=recipe.synthetic
+        )
+        voices = _write_voices(plan, folder, step)
+        kernel_configs = _autotune(plan, step)
+        write_first_weights(plan, folder, step)
+        schedule = Schedule(plan, folder, replay, step, kernel_configs, timer)
+        schedule.run()
+        peak = max(schedule.peak_rss_bytes, peak_rss_bytes())
+        has_speech = plan.stage_graph.speech_path() is not None
+        manifest = Manifest(
+            schema=SCHEMA,
+            model=recipe.model_name,
+            fingerprint=fingerprint_of(recipe, target_host(recipe), checkpoint),
+            stages=_stage_records(plan, schedule, kernel_configs),
+            graph=plan.stage_graph,
+            parameters=parameters,
+            tokenizers=copied,
+            speaker_network=copy_speaker_network(checkpoint, folder) if has_speech else None,
+            voices=voices,
+            notes=(*notes, *refusal_notes(schedule.results), *_target_notes(recipe.target)),
+            files={},
+        )
+        manifest = _with_served_goldens(plan, folder, manifest, record, step)
+        step("manifest", recipe.output.name, None)
+        manifest = write_manifest(folder, manifest)
+        step("manifest", recipe.output.name, 0.0)
+    return report_export(
+        recipe.output,
+        manifest,
+        schedule.results,
+        _weights_paths(plan),
+        peak_rss_bytes=peak,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def step_counter(plan: ExportPlan, progress: Callable[[Step], None]) -> ReportStep:
+    """A function that reports a step with the number of steps that have ended, out of all steps of `plan`."""
+    total, done = plan.num_steps, 0
+
+    def step(name: str, subject: str, seconds: float | None) -> None:
+        nonlocal done
+        done += seconds is not None
+        progress(Step(name=name, subject=subject, seconds=seconds, done=done, total=total))
+
+    return step
+
+
+def target_host(recipe: ExportRecipe) -> Host:
+    """The machine that the engines are for."""
+    machine = current_host(recipe.device)
+    cards = rtx_capabilities(recipe.target)
+    if cards is None:
+        return machine
+    names = ",".join("{}.{}".format(*each) for each in cards)
+    return replace(machine, device="cuda", capability=names)
+
+
+def _write_voices(plan: ExportPlan, folder: Path, step: ReportStep) -> tuple[VoiceRecord, ...]:
+    """Register the voices of the checkpoint once, so that serving needs neither encoder nor speaker network."""
+    speech = plan.stage_graph.speech_path()
+    if not plan.voices or speech is None:
+        return ()
+    (folder / "voices").mkdir()
+    maker = VoiceMaker(
+        plan.checkpoint, plan.configs, sampler=find(speech.sampler), vocoder=find(speech.vocoder)
+    )
+    records = []
+    for voice in plan.voices:
+        started = time.perf_counter()
+        step("voice", voice.name, None)
+        records.append(maker.register(voice, folder))
+        step("voice", voice.name, time.perf_counter() - started)
+    return tuple(records)
+
+
+def _autotune(plan: ExportPlan, step: ReportStep) -> dict[str, tuple[TunedKernel, ...]]:
+    """Kernel configurations timed on this device, by stage. Nothing else may run here at the same time."""
+    timed = {}
+    for stage, (dims, problems) in plan.to_tune.items():
+        started = time.perf_counter()
+        step("kernel_configs", stage, None)
+        timed[stage] = autotune(dims, problems, jobs=plan.recipe.jobs, cache=plan.recipe.cache)
+        step("kernel_configs", stage, time.perf_counter() - started)
+    return timed
+
+
+def write_first_weights(plan: ExportPlan, folder: Path, step: ReportStep) -> None:
+    """Write the first rank's weights file of each stage, which its engines need; `Schedule` writes the others."""
+    for name in ("weights", "engines", "goldens"):
+        (folder / name).mkdir()
+    for first, *_ in plan.files.values():
+        step("weights", first.name, None)
+        written = write_file(first, plan.recipe, plan.checkpoint, folder)
+        step("weights", first.name, written.seconds)
+
+
+def _weights_paths(plan: ExportPlan) -> dict[str, tuple[str, ...]]:
+    """Paths of all ranks' weights files by stage, relative to the artifact."""
+    return {stage: tuple(file.path for file in files) for stage, files in plan.files.items()}
+
+
+def _stage_records(
+    plan: ExportPlan, schedule: Schedule, kernel_configs: Mapping[str, tuple[TunedKernel, ...]]
+) -> dict[str, StageRecord]:
+    weights = _weights_paths(plan)
+    return {
+        stage.name: StageRecord(
+            is_sharded=stage.is_sharded,
+            weights=weights[stage.name],
+            graphs={
+                result.record.spec.name: result.record
+                for result in schedule.results
+                if result.stage == stage.name
+            },
+            quantization_error=schedule.quantization_error.get(stage.name),
+            repeated=plan.repeated[stage.name],
+            kernel_configs=kernel_configs.get(stage.name, ()),
+        )
+        for stage in plan.stages
+    }
+
+
+def _with_served_goldens(
+    plan: ExportPlan, folder: Path, manifest: Manifest, record: Record | None, step: ReportStep
+) -> Manifest:
+    """Record whole requests, answered by the eager model; `manifest` with their file, or with a note."""
+    started = time.perf_counter()
+    step("served goldens", plan.recipe.output.name, None)
+    problem = _no_goldens(plan, manifest)
+    if record is None or problem is not None:
+        note = f"{NO_SERVED_GOLDENS}{problem or 'not asked for'}"
+        manifest = replace(manifest, notes=(*manifest.notes, note))
+    else:
+        sizes = [path.stat().st_size for path in (folder / "weights").iterdir()]
+        model = EagerModel(
+            manifest.graph,
+            plan.configs,
+            lambda stage, submodule: _float32_modules(plan, folder, stage, submodule),
+            keeps_modules=sum(sizes) <= _KEPT_BYTES,
+        )
+        manifest = replace(manifest, served_goldens=record(folder, manifest, model))
+    step("served goldens", plan.recipe.output.name, time.perf_counter() - started)
+    return manifest
+
+
+def _no_goldens(plan: ExportPlan, manifest: Manifest) -> str | None:
+    """Why no served goldens are recorded; None if they are."""
+    if plan.recipe.synthetic:
+        return "the weights are random"
+    decoder, path = manifest.graph.text_decoder(), manifest.graph.speech_path()
+    if decoder not in manifest.tokenizers and (path is None or path.speech_llm not in manifest.tokenizers):
+        return "the artifact has no tokenizer of a stage that answers"
+    foreign = [stage.name for stage in plan.stages if type(stage).__module__.partition(".")[0] != "mingc"]
+    return f"the eager model cannot run {', '.join(foreign)}" if foreign else None
+
+
+def _float32_modules(plan: ExportPlan, folder: Path, stage_name: str, submodule: str) -> Sequence[nn.Module]:
+    """The module of a stage, or its ranks' modules over the stored weights where these are quantized."""
+    stage, config = find(stage_name), plan.configs[stage_name]
+    if plan.recipe.quantization(stage_name) is None:
+        return [float32_module(stage, config, plan.checkpoint, submodule=submodule)]
+    return stored_modules(plan.recipe, stage, config, folder, _weights_paths(plan)[stage_name], submodule)
+
+
+def refusal_notes(results: Sequence[GraphResult]) -> list[str]:
+    """One line per backend that was tried and could not build a graph, or some."""
+    graphs: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        for each in () if result.record.trial is None else result.record.trial.refused:
+            line = each.reason.splitlines()[0]
+            graphs.setdefault((each.backend, line), []).append(f"{result.stage}.{result.record.spec.name}")
+    return [
+        f"{backend} was not used for {', '.join(names)}: {line}" for (backend, line), names in graphs.items()
+    ]
+
+
+def _target_notes(target: str) -> list[str]:
+    if rtx_capabilities(target) is None:
+        return []
+    return [
+        f"engines for {target} were built without such a card: their ONNX models were compared with "
+        "float32 through ONNX Runtime on a CPU, the engines were not run; on an H200 a float32 plan had an "
+        "error of 1.2e-3, above the limit of mingc verify"
+    ]
+
+
+def fingerprint_of(recipe: ExportRecipe, machine: Host, checkpoint: Checkpoint) -> Fingerprint:
+    """What engines of `recipe` are built with and for; options that do not change the content do not count."""
+    chosen = {
+        name: value
+        for name, value in encode(recipe).items()
+        if name not in ("checkpoint", "output", "jobs", "cache", "cache_gigabytes", "force")
+    }
+    return Fingerprint(
+        mingc=mingc.__version__,
+        torch=machine.torch,
+        target=recipe.target,
+        device=machine.device,
+        capability=machine.capability,
+        dtype=recipe.dtype,
+        world_size=recipe.world_size,
+        config_sha256=hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest(),
+        checkpoint_sha256=checkpoint.fingerprint(),
+    )

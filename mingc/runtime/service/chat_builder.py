@@ -1,0 +1,186 @@
+"""Builds the chat pipeline of a service: encoders, the thinker's ranks and their KV pages, the prompt builder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+
+from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.features import AudioFeatures, VisionFeatures
+from mingc.prompts.media_decoder import MediaDecoder
+from mingc.runtime.encoders.cache import EncoderCache
+from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
+from mingc.runtime.encoders.loop import EncoderLoop
+from mingc.runtime.engines.stage_loader import LoadedStage, rank_weight_bytes
+from mingc.runtime.kv_cache import PagePool
+from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.kv_capacity import kv_tokens
+from mingc.runtime.service.memory import HOST
+from mingc.runtime.service.pipelines import ChatPipeline
+from mingc.runtime.service.preprocessing import load_tokenizer
+from mingc.runtime.service.served_stages import ChatStages, largest_bucket
+from mingc.runtime.thinker.loop import ThinkerLoop
+from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
+from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.scheduler import ThinkerScheduler
+from mingc.runtime.thinker.startup import create_worker
+from mingc.runtime.thinker.worker import ThinkerWorker
+
+log = logging.getLogger("mingc.startup")
+
+_PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
+_CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts of 8,000 tokens, at most 32 MiB
+
+
+def build_chat(
+    context: BuildContext, stages: ChatStages, devices: list[torch.device], media: MediaDecoder | None
+) -> tuple[RankGroup | None, ChatPipeline]:
+    """Load encoders, then the thinker's weights, then its KV pages. The other ranks are None when there is one.
+
+    Args:
+        devices: one for each rank of the thinker; the first one runs the encoders, too.
+    """
+    options, thinker = context.options, stages.thinker
+    cache = EncoderCache(options.encoder_cache) if options.encoder_cache else None
+    vision = _load_vision(context, stages, devices[0], cache)
+    audio = _load_audio(context, stages, devices[0], cache)
+    if vision is not None or audio is not None:
+        context.memory.add(HOST, "encoder_cache", options.encoder_cache)
+    tokenizer = load_tokenizer(context.artifact, stages.decoder)
+    max_context = largest_bucket(context.manifest, stages.decoder, "P") * thinker.page_size
+    runner = _start_thinker(context, stages, devices, max_context)
+    scheduler = _create_scheduler(context, stages, runner, min(max_context, thinker.max_positions))
+    salt = hashlib.sha256(context.manifest.to_json().encode()).digest() if options.prefix_cache else None
+    chat = ChatPipeline(
+        processor=ChatProcessor(
+            tokenizer,
+            thinker,
+            vision=stages.vision_parameters,
+            audio=stages.audio_parameters,
+            max_tokens=scheduler.max_context,
+            parse_special_tokens=options.parse_special_tokens,
+            decoder=media,
+            cached_characters=_CACHED_CHARACTERS if options.prefix_cache else 0,
+        ),
+        tokenizer=tokenizer,
+        vision=vision,
+        audio=audio,
+        encoder_cache=cache,
+        media=media,
+        loop=ThinkerLoop(
+            runner,
+            scheduler,
+            stop_ids=thinker.stop_token_ids,
+            vocab_size=thinker.vocab_size,
+            prefix_salt=salt,
+        ),
+    )
+    if media is not None and (vision is not None or audio is not None):
+        media.start()
+    return runner if isinstance(runner, RankGroup) else None, chat
+
+
+def _load_vision(
+    context: BuildContext, stages: ChatStages, device: torch.device, cache: EncoderCache | None
+) -> EncoderLoop[VisionFeatures] | None:
+    if stages.vision is None or stages.vision_parameters is None:
+        return None
+    loaded = context.load(stages.vision, device)
+    with context.clock.phase(_PREPARE_ENCODERS):
+        encoder = VisionEncoder(loaded, stages.vision_parameters, device)
+    return EncoderLoop(stages.vision, encoder, cache)
+
+
+def _load_audio(
+    context: BuildContext, stages: ChatStages, device: torch.device, cache: EncoderCache | None
+) -> EncoderLoop[AudioFeatures] | None:
+    if stages.audio is None or stages.audio_parameters is None:
+        return None
+    loaded = context.load(stages.audio, device)
+    with context.clock.phase(_PREPARE_ENCODERS):
+        encoder = AudioEncoder(loaded, stages.audio_parameters, device)
+    return EncoderLoop(stages.audio, encoder, cache)
+
+
+def _start_thinker(
+    context: BuildContext, stages: ChatStages, devices: list[torch.device], max_context: int
+) -> RankGroup | ThinkerWorker:
+    """Load the weights on every rank and then allocate the KV pages from the memory that is left."""
+    options, decoder, page_size = context.options, stages.decoder, stages.thinker.page_size
+
+    def load() -> LoadedStage:
+        return context.load(decoder, devices[0])
+
+    def count_pages() -> int:
+        tokens = kv_tokens(
+            context.manifest, decoder, devices, requested=options.max_total_tokens, context=max_context
+        )
+        return 1 + -(-tokens // page_size)
+
+    def start(stage: LoadedStage, num_pages: int) -> ThinkerWorker:
+        with context.clock.phase("prepare steps (CUDA: capture)"):
+            return create_worker(
+                stage, context.manifest, num_pages=num_pages, device=devices[0], options=options.steps
+            )
+
+    runner: RankGroup | ThinkerWorker
+    if len(devices) > 1:
+        runner = RankGroup(
+            context.artifact.root,
+            devices,
+            load,
+            count_pages,
+            start,
+            on_failure=context.on_failure,
+            step_timeout_s=options.step_timeout_s,
+            options=options.steps,
+        )
+        context.processes.callback(runner.close)
+    else:
+        stage = load()
+        runner = start(stage, count_pages())
+    for rank, device in enumerate(devices):
+        if rank:
+            num_bytes = rank_weight_bytes(context.artifact, decoder, rank)
+            context.memory.add(device, f"{decoder}_weights", num_bytes)
+        context.memory.add(device, "kv_pages", runner.state_bytes)
+    if runner.latency_model is not None:
+        log.info(
+            "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
+            *(
+                {size: round(ms, 2) for size, ms in each}
+                for each in (runner.latency_model.chunks, runner.latency_model.decodes)
+            ),
+        )
+    return runner
+
+
+def _create_scheduler(
+    context: BuildContext, stages: ChatStages, runner: RankGroup | ThinkerWorker, max_context: int
+) -> ThinkerScheduler:
+    """`max_context`: tokens of a request that the artifact allows; the KV pages may hold fewer."""
+    options = context.options
+    batch = largest_bucket(context.manifest, stages.decoder, "B")
+    scheduler = ThinkerScheduler(
+        PagePool(runner.num_pages, stages.thinker.page_size),
+        max_running=min(options.max_running or batch, batch),
+        chunk=runner.chunk,
+        prefill_policy=ChunkedPrefillPolicy(
+            num_layer_groups=runner.num_layer_groups, latency_model=runner.latency_model
+        ),
+        max_context=max_context,
+        max_waiting=options.max_waiting,
+    )
+    log.info(
+        "KV pages for %d tokens, a request may have %d", scheduler.pool.max_tokens, scheduler.max_context
+    )
+    if scheduler.max_context < max_context:
+        log.warning(
+            "--max-total-tokens %d limits a request to %d tokens; the artifact allows %d",
+            options.max_total_tokens or 0,
+            scheduler.max_context,
+            max_context,
+        )
+    return scheduler

@@ -1,0 +1,86 @@
+"""Devices and host threads of a service: one device for each rank of the thinker, one for each talker."""
+
+from __future__ import annotations
+
+import torch
+
+from mingc.artifacts.artifact import fingerprint_problems
+from mingc.artifacts.manifest import Fingerprint
+from mingc.errors import ConfigError, IncompatibleError
+from mingc.host.machine import current_host
+from mingc.runtime.service.options import EngineOptions
+
+_TALKER_DEVICE = "--talker-device"
+
+
+def host_threads(device: str, requested: int | None) -> int | None:
+    """Threads for torch's work on the host; None leaves torch's setting alone.
+
+    With a GPU the host only prepares inputs. A copy of more than 32,768 values, such as the inputs of a prompt or of
+    sixteen patches, would use several threads and wait until the last one is scheduled, sometimes for many times the
+    duration of the copy.
+    """
+    return 1 if requested is None and device == "cuda" else requested
+
+
+def start_device(device: torch.device) -> None:
+    """Create the context of a CUDA device, which loading would otherwise do."""
+    torch.cuda.synchronize(device)
+
+
+def rank_devices(kind: str, world_size: int) -> list[torch.device]:
+    """A device for each rank of the thinker. Raises: ConfigError when too few GPUs are visible."""
+    if kind != "cuda":
+        return [torch.device(kind)] * world_size
+    if torch.cuda.device_count() < world_size:
+        raise ConfigError(
+            f"{world_size} ranks need as many GPUs, {torch.cuda.device_count()} are visible",
+            where="CUDA_VISIBLE_DEVICES",
+            fix="make more GPUs visible, or export with a smaller --tp",
+        )
+    return [torch.device("cuda", index) for index in range(world_size)]
+
+
+def talker_devices(options: EngineOptions, recorded: Fingerprint, *, has_speech: bool) -> list[torch.device]:
+    """The devices that are asked for; none: the default.
+
+    Raises: ConfigError when no talker is loaded, its engines run on another kind of device, or a GPU is not visible;
+        IncompatibleError when its engines do not run on one of the GPUs.
+    """
+    asked = ",".join(options.talker_devices)
+    if not asked:
+        return []
+    if not has_speech:
+        raise ConfigError(
+            f"{_TALKER_DEVICE} {asked}: no speech stages of the artifact are loaded",
+            where=_TALKER_DEVICE,
+            fix="leave it out, or export talker, cfm and audio_vae as well",
+        )
+    devices = [*map(torch.device, options.talker_devices)]
+    for device in devices:
+        if device.type != recorded.device:
+            raise ConfigError(
+                f"{_TALKER_DEVICE} {device}: the engines of the artifact run on {recorded.device}",
+                where=_TALKER_DEVICE,
+                fix=f"name devices of that kind ({'cpu' if recorded.device == 'cpu' else 'cuda:0'}), or leave it out",
+            )
+        if device.type == "cuda":
+            _check_gpu(device, recorded)
+    return devices
+
+
+def _check_gpu(device: torch.device, recorded: Fingerprint) -> None:
+    visible = torch.cuda.device_count()
+    if device.index >= visible:
+        raise ConfigError(
+            f"{_TALKER_DEVICE} {device}: {visible} GPUs are visible, cuda:0 to cuda:{visible - 1}",
+            where=_TALKER_DEVICE,
+            fix="name one of them, or make more visible (CUDA_VISIBLE_DEVICES)",
+        )
+    problems = fingerprint_problems(recorded, current_host("cuda", device.index))
+    if problems:
+        raise IncompatibleError(
+            f"{_TALKER_DEVICE} {device}: the engines do not run there: {', '.join(problems)}",
+            where=_TALKER_DEVICE,
+            fix=f"name a GPU of compute capability {' or '.join(recorded.capability.split(','))}, or leave it out",
+        )

@@ -1,0 +1,131 @@
+"""The stages that a service runs, found in the stage graph by walking back from the client, and their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.parameters import (
+    AudioParameters,
+    CfmParameters,
+    TalkerParameters,
+    ThinkerParameters,
+    VaeParameters,
+    VisionParameters,
+)
+from mingc.artifacts.stage_graph import CLIENT, Policy, StageGraph
+from mingc.errors import ArtifactError
+
+MEDIA_PORTS = ("image", "video", "audio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatStages:
+    """The text decoder and its encoders; an encoder that the artifact lacks is None, with its parameters.
+
+    `ports`: the kinds of media that an encoder produces for the decoder.
+    """
+
+    decoder: str
+    thinker: ThinkerParameters
+    vision: str | None
+    vision_parameters: VisionParameters | None
+    audio: str | None
+    audio_parameters: AudioParameters | None
+    ports: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.decoder, self.vision, self.audio) if name is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechStages:
+    """The stages that turn text into speech."""
+
+    speech_llm: str
+    talker: TalkerParameters
+    sampler: str
+    flow: CfmParameters
+    vocoder: str
+    vae: VaeParameters
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        return self.speech_llm, self.sampler, self.vocoder
+
+
+def find_chat_stages(manifest: Manifest) -> ChatStages | None:
+    """None when no stage produces text for the client. Raises: ArtifactError for stages that a service cannot run."""
+    graph = manifest.graph
+    decoder = graph.text_decoder()
+    if decoder is None:
+        return None
+    _check_policy(graph, decoder, "autoregressive")
+    image, video, audio = (graph.producer(decoder, port) for port in MEDIA_PORTS)
+    if image is not None and video is not None and image != video:
+        raise ArtifactError(
+            f"images come from {image} and videos from {video}; the service runs one vision encoder",
+            where="stage graph",
+            fix="export again with one of them",
+        )
+    vision = image or video
+    for encoder in (vision, audio):
+        if encoder is not None:
+            _check_policy(graph, encoder, "once")
+    return ChatStages(
+        decoder=decoder,
+        thinker=manifest.parameters_of(decoder, ThinkerParameters),
+        vision=vision,
+        vision_parameters=None if vision is None else manifest.parameters_of(vision, VisionParameters),
+        audio=audio,
+        audio_parameters=None if audio is None else manifest.parameters_of(audio, AudioParameters),
+        ports=frozenset(port for port in MEDIA_PORTS if graph.producer(decoder, port) is not None),
+    )
+
+
+def find_speech_stages(manifest: Manifest) -> SpeechStages | None:
+    """None unless all stages of speech are there. Raises: ArtifactError for stages that a service cannot run."""
+    graph = manifest.graph
+    path = graph.speech_path()
+    if path is None:
+        return None
+    _check_policy(graph, path.speech_llm, "autoregressive")
+    _check_policy(graph, path.sampler, "loop")
+    _check_policy(graph, path.vocoder, "stream")
+    return SpeechStages(
+        speech_llm=path.speech_llm,
+        talker=manifest.parameters_of(path.speech_llm, TalkerParameters),
+        sampler=path.sampler,
+        flow=manifest.parameters_of(path.sampler, CfmParameters),
+        vocoder=path.vocoder,
+        vae=manifest.parameters_of(path.vocoder, VaeParameters),
+    )
+
+
+def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
+    if stage == CLIENT:
+        raise ArtifactError(
+            f"the stage graph has the client where the service needs a stage of policy {expected}",
+            where="stage graph",
+            fix="copy the artifact again, or export again",
+        )
+    if graph.policy(stage) != expected:
+        raise ArtifactError(
+            f"stage {stage} has the run policy {graph.policy(stage)}; the service runs it as {expected}",
+            where="stage graph",
+            fix="export again without it, or correct the policy that it declares",
+        )
+
+
+def largest_bucket(manifest: Manifest, stage: str, dim: str) -> int:
+    """The largest size of `dim` that every graph of `stage` with this dim has a bucket for. Raises: ArtifactError."""
+    graphs = [record.spec for record in manifest.stages[stage].graphs.values()]
+    sizes = [
+        max(each.buckets) for graph in graphs for each in graph.dims if each.name == dim and each.buckets
+    ]
+    if not sizes:
+        raise ArtifactError(
+            f"no graph of {stage} has buckets for dim {dim}", where="manifest.json", fix="export again"
+        )
+    return min(sizes)

@@ -1,0 +1,67 @@
+"""Builds the speech pipeline of a service: talkers and the planner of their segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mingc.artifacts.manifest import Manifest
+from mingc.runtime.engines.cuda_graphs import current_device
+from mingc.runtime.kv_cache import SlotPool
+from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.options import EngineOptions
+from mingc.runtime.service.pipelines import SpeechPipeline
+from mingc.runtime.service.preprocessing import create_speech_planner
+from mingc.runtime.service.served_stages import SpeechStages, largest_bucket
+from mingc.runtime.talker.group import TalkerGroup
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.scheduler import TalkerScheduler
+from mingc.runtime.talker.worker import TalkerWorker
+
+
+def build_speech(
+    context: BuildContext, stages: SpeechStages, devices: Sequence[torch.device]
+) -> SpeechPipeline:
+    """Load a talker on each of `devices`."""
+    options = context.options
+    slots = _num_slots(context.manifest, stages, options)
+    loops = []
+    for index, device in enumerate(devices):
+        with current_device(device):
+            loaded = [context.load(name, device) for name in stages.names]
+            with context.clock.phase("prepare patches and prompts (CUDA: capture)"):
+                worker = TalkerWorker(
+                    *loaded,
+                    parameters=stages.talker,
+                    flow=stages.flow,
+                    vae=stages.vae,
+                    num_slots=slots,
+                    device=device,
+                    depth=options.talker_depth,
+                )
+        context.memory.add(device, "talker_slots", worker.state_bytes)
+        scheduler = TalkerScheduler(
+            SlotPool(slots),
+            max_batch=worker.max_batch,
+            max_prefills_per_patch=options.max_prefills_per_patch,
+            max_streams=max(options.max_streams, slots - 1),
+        )
+        name = f"talker {index} on {device}" if len(devices) > 1 else "talker"
+        loops.append(TalkerLoop(worker, scheduler, name=name, speech_lead=options.speech_lead))
+    return SpeechPipeline(
+        planner=create_speech_planner(
+            context.artifact, stages, parse_special_tokens=options.parse_special_tokens
+        ),
+        talkers=TalkerGroup(loops),
+        max_segment_length=stages.talker.max_segment_length,
+    )
+
+
+def _num_slots(manifest: Manifest, stages: SpeechStages, options: EngineOptions) -> int:
+    """Slots of each talker, with slot 0, which pads. Paced speech may have more of them than a batch has rows."""
+    largest = min(largest_bucket(manifest, name, "B") for name in stages.names)
+    graphs = [record.spec for name in stages.names for record in manifest.stages[name].graphs.values()]
+    states = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]
+    most = max(largest, min(states, default=1) - 1) if options.speech_lead else largest
+    return 1 + min(options.max_speech_seqs or largest, most)
