@@ -9,12 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import mingc
-from mingc import demo
 
 _END_S = 30
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])}
 # A command in the middle of its work, which cleans up when it is signalled.
 _COMMAND = """
 import sys, time
@@ -33,12 +31,11 @@ with clean_shutdown():
         (folder / "begun").unlink()
 """
 _PARENT = """
-import sys
-from mingc import demo
+import subprocess, sys
 
-demo._command = lambda *words: [sys.executable, "-c", sys.argv[1], *words]
-with demo._child(sys.argv[2]) as (child, said):
-    print(child.pid, said.readline().decode(), flush=True)
+words = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
+with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    print(child.pid, child.stdout.readline(), flush=True)
     child.wait()
 """
 _MEASUREMENT = """
@@ -103,20 +100,18 @@ def _ends(process: int) -> bool:
     return bool(poll.poll(1000 * _END_S))
 
 
-def test_a_command_ends_tidily_when_what_it_was_started_for_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(mingc.__file__).parents[1]))
-    monkeypatch.setattr(demo, "_command", lambda *words: [sys.executable, "-c", _COMMAND, *words])
-    with pytest.raises(KeyboardInterrupt), demo._child(str(tmp_path)) as (child, said):
-        assert said.readline() == b"begun\n"
-        raise KeyboardInterrupt
-    assert child.returncode not in (None, -signal.SIGKILL)
+def test_a_command_ends_tidily_when_its_stdin_closes(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _COMMAND, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == b"begun\n"
+        child.stdin.close()
+        assert child.wait(_END_S) not in (0, -signal.SIGKILL)
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_command_that_ends_by_itself_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(mingc.__file__).parents[1]))
-    with demo._child("--version") as (child, said):
-        assert said.read().decode().startswith("mingc")
+def test_a_command_that_ends_by_itself_is_not_signalled() -> None:
+    words = [sys.executable, "-m", "mingc.console.child_main", "--version"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
+        assert child.stdout is not None and child.stdout.read().startswith(b"mingc")
         assert child.wait(_END_S) == 0
