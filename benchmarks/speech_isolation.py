@@ -195,7 +195,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: Arri
         if worker.num_in_flight == worker.depth or (worker.num_in_flight and not launchable):
             for slot, patch in worker.collect().items():
                 waves[running[slot]].append(patch.samples)
-                if patch.is_last:
+                if patch.is_segment_end:
                     worker.remove(slot)
                     free.append(slot)
                     del running[slot]

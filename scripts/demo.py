@@ -89,8 +89,9 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
     _say(f"compiling for this CPU (details: {log})")
     with _stderr_to(log) as terminal:
         from mingc.errors import MingcError
+        from mingc.export.plan import plan_export
         from mingc.export.recipe import ExportRecipe
-        from mingc.export.run import Step, export_artifact
+        from mingc.export.run import Step, run
         from mingc.verify.engine_run import run_engine
 
         started = shown = time.monotonic()
@@ -115,7 +116,7 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
                 cache=artifact.with_name("engines"),
                 force=True,
             )
-            export_artifact(recipe, run_engine, report)
+            run(plan_export(recipe), run_engine, report)
         except MingcError as error:
             terminal.write(f"\ndemo: the export failed: {error}\n")
             sys.exit(error.exit_code)

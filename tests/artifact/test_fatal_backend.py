@@ -56,7 +56,7 @@ def test_auto_goes_on_without_it_and_records_how_its_process_ended(tmp_path: Pat
 @pytest.mark.usefixtures("installed")
 def test_a_backend_that_was_asked_for_ends_the_export(tmp_path: Path) -> None:
     root = tmp_path / "cfm"
-    words = ("--backend", "eager+fatal", "--stages", "cfm", "--no-cache", "--output", root)
+    words = ("--backend", "fatal", "--stages", "cfm", "--no-cache", "--output", root)
     failed = mingc_here("export", CHECKPOINT, *words)
     assert failed.code == 1 and "the process that worked on this died (out of memory?)" in failed.stderr
     assert "where: cfm.aggregate" in failed.stderr and not root.exists()

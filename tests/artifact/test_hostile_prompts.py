@@ -81,7 +81,7 @@ def served(eager_artifact: Path) -> Iterator[Served]:
         return record
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChatProcessor, "build", recorded(ChatProcessor.build, served.chats))
+        patch.setattr(ChatProcessor, "prepare", recorded(ChatProcessor.prepare, served.chats))
         patch.setattr(SpeechPromptBuilder, "build", recorded(SpeechPromptBuilder.build, served.speeches))
         configure_logging("info", "text", served.log)
         try:
@@ -201,14 +201,14 @@ def test_the_stream_helper_of_the_official_client_gives_a_whole_clip(
 def test_special_tokens_are_parsed_if_the_server_is_asked_to(eager_artifact: Path) -> None:
     options = EngineOptions(parse_special_tokens=True)
     prompts: list[PreparedPrompt] = []
-    build = ChatProcessor.build
+    build = ChatProcessor.prepare
 
     def record(self: ChatProcessor, *args: Any, **kwargs: Any) -> PreparedPrompt:
         prompts.append(build(self, *args, **kwargs))
         return prompts[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChatProcessor, "build", record)
+        patch.setattr(ChatProcessor, "prepare", record)
         with run_server(lambda: open_service(eager_artifact, options, media=DecoderPool())) as url:
             body = {
                 "messages": [

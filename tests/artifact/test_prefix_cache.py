@@ -239,7 +239,7 @@ def test_many_at_once_in_a_small_pool(eager_artifact: Path) -> None:
 def test_ranks_reuse_the_same_pages(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 chooses the pages, the others get page tables."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
-    service = open_service(two_rank_artifact, EngineOptions(loads_speech=False))
+    service = open_service(two_rank_artifact, EngineOptions(loads_speech=False), media=DecoderPool())
     try:
         for name in ("text", "image and audio"):
             prompt = service.prepare(CONVERSATIONS[name])

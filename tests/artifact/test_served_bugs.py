@@ -11,6 +11,7 @@ import pytest
 from served_bugs import BUGS
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.media.decoding import InProcessDecoder
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.talker.worker import TalkerWorker
@@ -29,7 +30,7 @@ def goldens(eager_artifact: Path) -> ServedGoldens:
 
 
 def opened(artifact: Path) -> OmniService:
-    return open_service(artifact, served_options("cpu", 1)["served as usual"])
+    return open_service(artifact, served_options("cpu", 1)["served as usual"], media=InProcessDecoder())
 
 
 @pytest.fixture(scope="module")

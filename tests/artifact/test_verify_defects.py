@@ -12,6 +12,7 @@ from artifact_defects import DEFECTS, Caught, Defect, plant_defect
 from mingc.artifacts.artifact import Artifact, check_fingerprint, check_hashes, open_artifact
 from mingc.errors import IntegrityError, MingcError
 from mingc.host.machine import current_host
+from mingc.media.decoding import InProcessDecoder
 from mingc.runtime.service.builder import open_service
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.graph_goldens import replay_graph
@@ -29,7 +30,9 @@ def refused_by_requests(artifact: Artifact, names: tuple[str, ...]) -> Caught | 
     assert len(chosen.cases) == len(names)
     log = ComparisonLog("served", goldens.tensors, tolerance=1e-4, is_exact=True)
     try:
-        service = open_service(artifact.root, served_options("cpu", 1)["served as usual"])
+        service = open_service(
+            artifact.root, served_options("cpu", 1)["served as usual"], media=InProcessDecoder()
+        )
     except MingcError:
         return "serve"
 
