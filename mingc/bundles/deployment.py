@@ -40,9 +40,7 @@ def deployment_files(
     """
     files: dict[str, Path | bytes] = {
         "start.sh": _template("start.sh").encode(),
-        "mingc.service": Template(_template("mingc.service"))
-        .substitute(model=manifest.model.replace("%", "%%"))
-        .encode(),
+        "mingc.service": _unit(manifest.model).encode(),
         "Containerfile": _containerfile(manifest, wheels).encode(),
     }
     if model_licence is not None:

@@ -43,6 +43,7 @@ FREE_BYTES = 64 * 1024
 LONG_BYTES = 64 * 1024  # longer strings are cut out
 MAX_COMMAS = 1 << 18
 MAX_STRINGS = 4 * MAX_COMMAS
+MAX_MEDIA = 1 << 14  # each one is an object that Python makes; lists are limited after they are read
 MAX_DECODED_BYTES = 8 << 20  # of a body without its media
 
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
@@ -224,7 +225,13 @@ def _decode(
 ) -> _Body:
     """Decode, with the strings of `cut` put back into media fields; adds their placeholders to `used`."""
 
+    num_media = 0
+
     def media_string(_: type, value: object) -> MediaString:
+        nonlocal num_media
+        num_media += 1
+        if num_media > MAX_MEDIA:
+            raise too_complex(f"holds more than {MAX_MEDIA} media")
         if not isinstance(value, str):
             raise ValueError(f"Expected `str`, got `{_TYPES[type(value)]}`")
         if (found := cut.get(value)) is None:
