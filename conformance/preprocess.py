@@ -22,7 +22,7 @@ from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures,
 from mingc.prompts.tokenizer import TextTokenizer
 
 PIXEL_TOLERANCE = 1e-5
-RECORDED_FPS = 2.0  # of a list of frames, by the reference; all of them are sampled
+RECORDED_FPS = 2.0  # the reference's rate for a list of frames; all of them are sampled
 
 Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")

@@ -39,5 +39,5 @@ class SublayerFit:
 
 
 def worst_scale(scales: Mapping[str, Scale]) -> tuple[str, Scale]:
-    """Name and scale of the one that exceeds its allowance the most."""
+    """Name and value of the scale that exceeds its allowance the most."""
     return max(scales.items(), key=lambda each: abs(each[1].factor - 1) - each[1].allowed)

@@ -88,7 +88,7 @@ def _replay_decode(engines: Engines, log: ReferenceLog) -> None:
     if not engines.has(*STAGES):
         log.skip("dec.stream", f"speech needs the stages {', '.join(STAGES)}")
         return
-    # As the talker streams the patches of a segment.
+    # The talker streams the patches of a segment like this.
     streamed = SpeechRunner(engines).decode(latents.reshape(-1, latents_per_patch(engines), latents.shape[1]))
     log.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
     if "dec.sliding.wav" in log and log.is_exact:

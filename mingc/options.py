@@ -1,4 +1,4 @@
-"""Declaration of options: the fields of frozen dataclasses, from which all that concerns an option is derived.
+"""Declaration of options: the fields of frozen dataclasses, from which everything else about an option is derived.
 
 A field declared with `option` carries its name on the command line, unit, range, help and group. The commands, the
 range checks, the arguments of Ray Serve and docs/cli.md read them from there. Standard library only.
@@ -105,7 +105,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The name that messages use: that of the command line, else that of the field."""
+        """Name for messages: the option on the command line, or the field."""
         return (self.flag or self.name).partition("/")[0]
 
     @property
@@ -174,7 +174,7 @@ class Option:
         return tuple(_parsed(each, self.item, self.unit) for each in items)
 
     def problems(self, value: Any) -> list[str]:
-        """What is wrong with a value that is outside of the range: nothing, or one sentence."""
+        """One sentence about a value outside of the range; empty for a valid value."""
         if value is None or isinstance(value, bool):
             return []
         if self.choices:

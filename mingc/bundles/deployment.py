@@ -66,7 +66,7 @@ def _unit(model: str) -> str:
 
 
 def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
-    """The Containerfile; where wheels are missing it says what to put where."""
+    """The Containerfile. Its comments list wheels that the user must add."""
     extras = runtime_extras(manifest)
     if wheels is None:
         absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
@@ -88,7 +88,7 @@ def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
 
 
 def _python(wheels: Path | None) -> str | None:
-    """The release of Python that a wheel of torch is for; None where no name says it."""
+    """Python release of the torch wheels; None when their names state none, or several."""
     tags = [path.stem.split("-")[2:3] for path in _wheel_files(wheels) if _is_torch(path)] if wheels else []
     found = {match[1] for tag in tags for each in tag if (match := re.fullmatch(r"cp3(\d+)", each))}
     return f"3.{found.pop()}" if len(found) == 1 else None
@@ -110,7 +110,7 @@ def _wheel_names(folder: Path) -> set[str]:
 def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     found, names = _wheel_files(folder), _wheel_names(folder)
     extras = runtime_extras(manifest)
-    # NVIDIA's libraries are not required: its licence may forbid to pass them on.
+    # NVIDIA's libraries are not required: its licence may forbid passing them on.
     needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
     lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
     if lacking:

@@ -1,6 +1,6 @@
 """Software bill of materials of a bundle, in CycloneDX 1.6.
 
-It has no time and no random number: the same artifact gives the same document.
+It contains no timestamp and no random number, so the same artifact gives the same document.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
 
 
 def _library(name: str) -> Component:
-    """An installed distribution, with its licence as it states it: expression, first line, or classifier."""
+    """Describe an installed distribution. Its licence is the expression, first line or classifier that it states."""
     from cyclonedx.contrib.license.factories import LicenseFactory
     from cyclonedx.model.component import Component
     from packageurl import PackageURL

@@ -143,7 +143,7 @@ def _open(path: Path) -> _Opened:
             if path.exists()
             else f"{path} does not exist",
             where=str(path),
-            fix="pass a file that mingc bundle pack wrote, or the folder that mingc bundle unpack made of it",
+            fix="pass a file that mingc bundle pack wrote, or a folder that mingc bundle unpack wrote",
         ) from None
     bundle = parse_bundle_manifest(content, str(path / BUNDLE_FILE))
     signature = path / SIGNATURE_FILE

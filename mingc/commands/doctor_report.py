@@ -322,7 +322,7 @@ def _memory_problems(needed: int, gpus: Sequence[tuple[int, int]]) -> list[Probl
         (total for _, total in gpus), default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
     free = min((free for free, _ in gpus), default=total)
-    what = f"its weights and those of the stages before take {needed / 1e9:.1f} GB"
+    what = f"its weights and the weights of earlier stages take {needed / 1e9:.1f} GB"
     if needed > total:
         fix = "export again with --quantize fp8 or a larger --tp, or use a machine with more memory"
         return [(f"{what}, {'a GPU' if gpus else 'this machine'} has {total / 1e9:.1f} GB", fix)]
@@ -337,5 +337,5 @@ def _disk_problems(unpacked: int, *, is_packed: bool) -> list[Problem]:
     found = [_space(_temporary_folder, unpacked, "TMPDIR")]
     if is_packed:
         found.append(_space(cache_folder, unpacked, "XDG_CACHE_HOME"))
-    what = f"its engines and those of the stages before take {unpacked / 1e9:.2f} GB"
+    what = f"its engines and the engines of earlier stages take {unpacked / 1e9:.2f} GB"
     return [(f"{what}, {space}", fix) for space, fix in found if fix is not None]

@@ -1,4 +1,4 @@
-"""What every command of the command line is made of: help in groups, options from declarations, `--json`, `--debug`."""
+"""Parts of every command: help in groups, options from declarations, `--json` and `--debug`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mingc.options import REQUIRED, Option, options_of, parse, refuse
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
-# Stand for a blank and a hyphen where no line may end.
+# Stand-ins for a blank and a hyphen at which a line must not end.
 _KEPT = {" ": "\u00a0", "-": "\u2011"}
 _NOTE = re.compile(r"\[[^\[\]]+\]$")  # such as [default: 128MiB]
 

@@ -95,7 +95,7 @@ def to_json(result: object) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int | None) -> str:
-    """`text` in lines of `width` that end between words, later ones after `indent`; None: as it is."""
+    """Wrap `text` between words to lines of `width`, and indent all but the first; None: unchanged."""
     if width is None:
         return text
     if len(indent) + max(map(len, text.split()), default=0) > width:

@@ -130,7 +130,7 @@ def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]
             raise ValueError("no address")
     except ValueError:
         if ready:
-            with suppress(subprocess.TimeoutExpired):  # it is ended with its process
+            with suppress(subprocess.TimeoutExpired):  # `_server` stops it
                 child.wait(_STOP_TIMEOUT_S)
         log.seek(0)
         written = log.read().decode(errors="replace")
@@ -183,7 +183,7 @@ def _request(url: str, body: Mapping[str, Any] | None) -> bytes:
     try:
         with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as response:
             answer: bytes = response.read()
-    except (OSError, http.client.HTTPException) as error:  # also of a server that ends meanwhile
+    except (OSError, http.client.HTTPException) as error:  # also when the server exits during the request
         detail = ""
         if isinstance(error, urllib.error.HTTPError):
             with suppress(OSError, http.client.HTTPException):

@@ -1,4 +1,4 @@
-"""Valid inputs and state for any engine, like those of a busy server, from the tensor names of its graph.
+"""Valid inputs and state for any engine, derived from the tensor names of its graph: a server under load.
 
 Floats are random; the name of an integer input gives its meaning. Every request already holds `context` tokens, or as
 many as its slot or pages take, in its own slot or pages.

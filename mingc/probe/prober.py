@@ -52,7 +52,7 @@ _NOTES = {
 }
 
 
-# Figures of an engine; its cost with the bytes of its inputs and outputs, if the export counted it.
+# Figures of an engine; its cost and the bytes of its inputs and outputs, if the export counted the cost.
 _Row = tuple[EngineFigures, tuple[EngineCost, int] | None]
 
 
@@ -75,7 +75,7 @@ class _Target:
         return self.sizes.get("T", 1)
 
     def held(self, context: int) -> int:
-        """The part of `context` tokens that fits into a request in addition to the new ones."""
+        """How many of `context` tokens fit into a request beside the new ones."""
         return int(min(context, self.room - self.new_tokens))
 
     def title(self, context: int) -> str:
@@ -108,7 +108,7 @@ def probe(
     other_targets = _common_targets(targets, other, options) if other is not None else {}
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
-    # First, as the server needs the memory of the device for itself.
+    # The server starts first, because it needs the whole memory of the device.
     start = ColdStart()
     if options.has_cold_start:
         start = measure_cold_start(path, progress)
@@ -202,7 +202,7 @@ def same_backends(pairs: Sequence[EnginePair]) -> str | None:
 
 
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact of `beside`.
+    """Open the artifact of `--beside`.
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """

@@ -17,9 +17,8 @@ from mingc.probe.report import CacheRate, PeakRates
 
 _WARM_UPS = 2
 _CACHED_BYTES = tuple(2**power for power in range(16, 28, 2))  # 64 KiB to 64 MiB
-_CACHED_READ_BYTES = (
-    2**27
-)  # read for each size, in as many calls as that takes, so that a fast one is among them
+# Bytes to read for each size: small sizes get many calls, so that some of them run undisturbed.
+_CACHED_READ_BYTES = 2**27
 _FLUSH_CACHES = 16  # the flush takes long enough for the host to enqueue the timed call behind it
 
 

@@ -110,7 +110,9 @@ class RepetitionLimit(logging.Filter):
             if window is not None and window.count > _BURST:
                 record.msg = f"{record.getMessage()} (and {window.count - _BURST} like it before)"
                 record.args = None
-            if window is None and len(self._windows) >= 1000:  # messages that are formatted by their author
+            if (
+                window is None and len(self._windows) >= 1000
+            ):  # every message that its caller formats is another key
                 self._windows.clear()
             window = self._windows[key] = _Window(now)
         window.count += 1

@@ -38,7 +38,7 @@ STAGES = {
     "first_segment": ("first_token", "first_segment"),
     "first_patch": ("first_segment", "first_audio"),
 }
-# What the engines count, by field of `ServiceLoad`.
+# Name and help of the counters that engines keep, by field of `ServiceLoad`.
 _ENGINE_COUNTERS = {
     "num_underruns": (
         "speech_underruns",
@@ -223,7 +223,7 @@ class Metrics:
             self._requests_waiting.labels(engine).set(count)
         for name, counter in self._engine_counters.items():
             increase = getattr(load, name) - self._counted[name]
-            if increase > 0:  # a load that is not known has zeros
+            if increase > 0:  # an unknown load is all zeros
                 counter.inc(increase)
                 self._counted[name] += increase
         self._cached_pages.set(load.cached_pages)

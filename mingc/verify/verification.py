@@ -112,7 +112,7 @@ def _replay_requests(artifact: Artifact, progress: Progress) -> list[ComparisonL
     if artifact.manifest.served_goldens is None:
         return [_explain_missing_requests(artifact.manifest)]
     parameters, *ways = replay_served(artifact, progress)
-    parameters.note = "those of the recorded requests"
+    parameters.note = "compared with the recorded requests"
     for log in ways:
         log.note = "requests through the service"
     return [parameters, *ways]

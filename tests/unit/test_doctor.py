@@ -527,7 +527,7 @@ def test_a_verdict_has_the_weights_of_the_largest_rank_and_all_problems(
     assert verdict.problem.split("; ")[:3] == [
         "uvicorn: missing",
         "av: missing",
-        "its weights and those of the stages before take 3.5 GB, this machine has 3.0 GB",
+        "its weights and the weights of earlier stages take 3.5 GB, this machine has 3.0 GB",
     ]
     assert "take 2.00 GB" in verdict.problem and "1.50 GB free" in verdict.problem
     assert str(verdict.fix).startswith("pip install 'mingc[serve]'; export again with --quantize fp8")

@@ -43,11 +43,13 @@ FREE_BYTES = 64 * 1024
 LONG_BYTES = 64 * 1024  # longer strings are cut out
 MAX_COMMAS = 1 << 18
 MAX_STRINGS = 4 * MAX_COMMAS
-MAX_MEDIA = 1 << 14  # each one is an object that Python makes; lists are limited after they are read
+MAX_MEDIA = (
+    1 << 14
+)  # each takes a Python call and object, and msgspec checks the length of a list only afterwards
 MAX_DECODED_BYTES = 8 << 20  # of a body without its media
 
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
-_FIRST_SLICE = 1 << 8  # of a search, which doubles them
+_FIRST_SLICE = 1 << 8  # bytes of the first step of a search, which doubles its steps
 _PREFIX = 256
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
@@ -151,7 +153,7 @@ async def read_body(
     declared = int(header) if header.isdecimal() else 0
     _check_size(declared, options)
     budget.check(declared)
-    # What is declared is not reserved before it is charged.
+    # Memory for the declared length is allocated only after it is charged.
     body = large_arrays.empty(min(declared or FREE_BYTES, FREE_BYTES), np.uint8)
     size = 0
     chunks = aiter(request.stream())
@@ -164,7 +166,9 @@ async def read_body(
                     return body.data[:size]
                 start, size = size, size + len(chunk)
                 _check_size(size, options)
-                if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
+                if (
+                    size > FREE_BYTES
+                ):  # the whole length: bodies that grow together would all be refused half-way
                     charge.set(max(size, declared))
                 if size > len(body):
                     capacity = max(declared, 2 * size)
@@ -279,7 +283,7 @@ class CutBody:
 
 
 def cut_long_strings(raw: memoryview) -> CutBody:
-    """Cut the strings of more than 64 KiB out of a body. What is not JSON stays whole from the first fault on.
+    """Cut the strings of more than 64 KiB out of a body. Malformed JSON stays whole from the first fault on.
 
     Raises:
         RequestError: if there are more than `MAX_STRINGS`.

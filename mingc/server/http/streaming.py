@@ -27,7 +27,7 @@ from mingc.server.http.response_schemas import (
 
 JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"
-_PART_BYTES = 1 << 16  # of a clip in one event, where all of it is ready at once
+_PART_BYTES = 1 << 16  # most bytes of a clip in one event, when the whole clip is ready at once
 Samples = list[NDArray[np.float32]]
 
 
@@ -151,7 +151,7 @@ class _ClipEncoder:
         self._base64 = Base64Stream()
 
     async def encode(self, event: AudioDelta | Done) -> list[str]:
-        """What is ready to be sent, in parts that are not empty; FLAC is complete only at the end."""
+        """Encoded parts that can be sent now; none is empty. FLAC is complete only at the end."""
         if isinstance(event, AudioDelta):
             parts = [self._base64.add(self._encoder.add(event.samples))]
         else:

@@ -1,4 +1,4 @@
-"""Compares what a service gave for the recorded requests with what the eager model computed for them."""
+"""Compares the answers of a service to the recorded requests with the answers of the eager model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Served:
 
 @dataclass(slots=True)
 class Share:
-    """Counts of recorded steps in low precision, and of those found within the tolerance."""
+    """In low precision: the recorded steps, and how many a service reproduced within the tolerance."""
 
     near: int = 0
     total: int = 0
@@ -180,7 +180,7 @@ class ServedComparison:
         self._log.audio(f"{case.name}.speech", differences, how=how)
 
     def end(self) -> None:
-        """In low precision: compare the shares that were found of all requests."""
+        """In low precision: compare the share of reproduced steps over all requests."""
         for name, share in (("tokens", self.text), ("patches", self.speech)):
             if share.total:
                 self._log.share(
