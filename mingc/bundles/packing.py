@@ -237,10 +237,8 @@ def _copy(descriptor: int, place: Placed, source: _Source, stop: Stop) -> Bundle
             break
         digest.update(chunk)
         crc = zlib.crc32(chunk, crc)
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(descriptor, view, at)
-            view, at = view[written:], at + written
+        _write_all(descriptor, chunk, at)
+        at += len(chunk)
     if at != place.end or source.sha256 not in (None, digest.hexdigest()):
         raise IntegrityError(
             f"{place.name}: sha256 differs from the manifest"

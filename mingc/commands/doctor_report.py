@@ -169,19 +169,18 @@ def _devices() -> Iterator[Check]:
 
     driver, built_for = driver_version(), torch.version.cuda
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    problem = None if count else _no_cuda(driver, built_for)
     found = f"driver {driver or 'of unknown release'}; torch is built for CUDA {built_for}"
-    yield _check("cuda", "export --target cuda", *(problem or (found, None)), state="missing")
+    detail, fix = (found, None) if count else _no_cuda(driver, built_for)
+    yield _check("cuda", "export --target cuda", detail, fix, "missing")
     for index in range(count):
         device = gpu(index)
         detail = f"{device.name}, {device.memory_bytes >> 30} GiB; {device.target.describe()}"
         yield _check(f"cuda:{index}", "export --target cuda", detail)
     if count > 1:
         has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-        outcome = (
-            ("in this torch", None) if has_nccl else ("not in this torch", "install a CUDA build of torch")
-        )
-        yield _check("NCCL", _SEVERAL_RANKS, *outcome, state="missing")
+        detail = "in this torch" if has_nccl else "not in this torch"
+        fix = None if has_nccl else "install a CUDA build of torch"
+        yield _check("NCCL", _SEVERAL_RANKS, detail, fix, "missing")
 
 
 def _no_cuda(driver: str | None, built_for: str | None) -> Problem:

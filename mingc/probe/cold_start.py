@@ -35,15 +35,12 @@ _TEXT = "Hello."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColdStart:
-    """One start of a server. The phases add up to the time from the creation of the process to the open port.
-
-    `disk_bytes` were read from a disk until then, not from the page cache; None if unknown. If there are no phases, it
-    was not run; `notes` say why.
+    """One start of a server. The phases add up to the time from the creation of the process to the open port; without
+    phases it was not run, and `notes` say why.
     """
 
     phases: tuple[StartPhase, ...] = ()
     first_requests: tuple[FirstRequest, ...] = ()
-    disk_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -76,7 +73,6 @@ def measure_cold_start(
     return ColdStart(
         phases=phases(document["startup_s"], ready_s),
         first_requests=tuple(first_requests),
-        disk_bytes=disk_bytes,
         notes=tuple(notes),
     )
 
@@ -145,6 +141,7 @@ def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]
 
 
 def _disk_bytes(pid: int) -> int | None:
+    """Bytes that a process has read from a disk, not from the page cache; None if unknown."""
     try:
         text = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
     except OSError:

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact, hash_file
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.parameters import (
-    TalkerParameters,
-)
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
@@ -25,7 +22,6 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.service.preprocessing import create_speech_planner, load_tokenizer
 from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.talker.worker import SpeechSegment
 from mingc.text.segment import iter_speech_segments
 from mingc.text.spoken import SpokenText
 from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
@@ -214,7 +210,16 @@ class _GoldenWriter:
             shape = (segment.max_patches, flow.latents_per_patch, flow.latent_dim)
             noise = generator.standard_normal(shape, np.float32)
             step_noise = generator.standard_normal((shape[0], flow.num_steps, *shape[1:]), np.float32)
-            latents, stop, samples = self._speak(segment, noise, step_noise, talker)
+            latents, stop, samples = self._model.speak(
+                input_ids=segment.input_ids,
+                embed_rows=segment.embed_rows,
+                embeds=segment.embeds,
+                history=segment.history,
+                noise=noise,
+                step_noise=step_noise,
+                settings=(segment.guidance, segment.sigma, segment.temperature),
+                is_last=lambda patch, stop: patch > talker.min_stop_step and stop > talker.stop_threshold,
+            )
             counts.append(len(latents))
             values = (noise[: len(latents)], step_noise[: len(latents)], latents, stop, samples)
             for name, value in zip(made, values, strict=True):
@@ -224,20 +229,6 @@ class _GoldenWriter:
         if counts:
             for name, parts in made.items():
                 put(name, np.concatenate(parts))
-
-    def _speak(
-        self, segment: SpeechSegment, noise: Floats, step_noise: Floats, talker: TalkerParameters
-    ) -> tuple[Floats, Floats, Floats]:
-        return self._model.speak(
-            input_ids=segment.input_ids,
-            embed_rows=segment.embed_rows,
-            embeds=segment.embeds,
-            history=segment.history,
-            noise=noise,
-            step_noise=step_noise,
-            settings=(segment.guidance, segment.sigma, segment.temperature),
-            is_last=lambda patch, stop: patch > talker.min_stop_step and stop > talker.stop_threshold,
-        )
 
     def _putter(self, case: ServedCase) -> Callable[[str, Array], None]:
         def put(name: str, value: Array) -> None:
