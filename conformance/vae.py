@@ -39,7 +39,7 @@ def encode_wave(engines: Engines, wave: Floats, noise: Floats) -> dict[str, Floa
 
 
 def num_frames(engines: Engines, wave: Floats) -> int:
-    """Number of frames of a wave (n,), counting a partial last frame."""
+    """Count the frames of a wave (n,), with a partial last frame."""
     return -(-len(wave) // (_samples_encoded(engines) // _frames_per_latent(engines)))
 
 

@@ -66,7 +66,7 @@ def _unit(model: str) -> str:
 
 
 def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
-    """The Containerfile. Its comments list wheels that the user must add."""
+    """Write the Containerfile. Its comments list wheels that the user must add."""
     extras = runtime_extras(manifest)
     if wheels is None:
         absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
@@ -103,7 +103,7 @@ def _wheel_files(folder: Path) -> list[Path]:
 
 
 def _wheel_names(folder: Path) -> set[str]:
-    """Names of the distributions in a folder of wheels, as package indexes spell them."""
+    """List the distributions in a folder of wheels, as package indexes spell their names."""
     return {path.name.split("-")[0].replace("_", "-").lower() for path in _wheel_files(folder)}
 
 
@@ -151,7 +151,7 @@ def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
 
 
 def _licences(extras: Sequence[str]) -> dict[str, Path | bytes]:
-    """The licence files of mingc and of every distribution that serving needs, as they are installed here."""
+    """Find the installed licence files of mingc and of every distribution that serving needs."""
     files: dict[str, Path | bytes] = {}
     for name in distributions(extras):
         distribution = importlib.metadata.distribution(name)

@@ -47,7 +47,7 @@ class SecretKey:
 
 
 def read_public_key(given: str) -> PublicKey:
-    """The key in the file `given`, or `given` itself: the 56 characters that minisign prints. Raises: ConfigError."""
+    """Read the key from the file `given`, or from the 56 characters that minisign prints. Raises: ConfigError."""
     ed25519 = _ed25519()
     path = Path(given)
     try:
@@ -124,7 +124,7 @@ def new_keys(secret: Path, public: Path) -> str:
 
 
 def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
-    """The signature file of `content`. `comment`, one line, is signed as well."""
+    """Make the signature file of `content`. The signature covers `comment`, one line, as well."""
     signature = key.key.sign(hashlib.blake2b(content).digest())
     whole = key.key.sign(signature + comment.encode())
     lines = (
@@ -137,7 +137,7 @@ def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
 
 
 def check(content: bytes, signature: bytes, key: PublicKey, where: str) -> str:
-    """The trusted comment of a valid signature. Raises: SignatureError."""
+    """Check a signature. Returns its trusted comment. Raises: SignatureError."""
     from cryptography.exceptions import InvalidSignature
 
     fix = "get the bundle and the public key again from where they were published"
@@ -195,7 +195,7 @@ def _scrypt(path: Path, salt: bytes, operations: int, memory: int) -> bytes:
 
 
 def _ed25519() -> Any:
-    """The module of an optional library."""
+    """Import the module of an optional library. Raises: ConfigError."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:

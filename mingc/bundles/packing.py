@@ -118,7 +118,7 @@ def pack(
 
 
 def partial_path(output: Path) -> Path:
-    """The file under construction."""
+    """Path of the unfinished file."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -207,7 +207,7 @@ class _Journal:
 
 @contextmanager
 def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
-    """The file under construction, locked, and its journal.
+    """Open and lock the unfinished file and its journal.
 
     Both are kept when the block fails, so that packing can continue.
     """

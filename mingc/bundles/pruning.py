@@ -60,7 +60,7 @@ def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> Pru
 
 
 def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str], int]:
-    """Names that are removed, or would be, and their bytes."""
+    """Remove what no bundle uses. Returns the names and their bytes; a dry run only lists them."""
     removed: list[str] = []
     freed = 0
     for path in sorted(folder.iterdir()):

@@ -25,7 +25,7 @@ _EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "te
 
 
 def runtime_extras(manifest: Manifest) -> tuple[str, ...]:
-    """The extras of mingc that serving the artifact needs."""
+    """List the extras of mingc that serving the artifact needs."""
     backends = {
         engine.backend
         for stage in manifest.stages.values()
@@ -37,7 +37,7 @@ def runtime_extras(manifest: Manifest) -> tuple[str, ...]:
 
 
 def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
-    """The document: the model, its files with their SHA-256, and the Python distributions that serve it.
+    """Describe the model, its files with their SHA-256, and the Python distributions that serve it.
 
     Raises: ConfigError without the library that writes it.
     """

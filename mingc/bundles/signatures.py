@@ -57,7 +57,7 @@ class _Opened:
 
 
 def generate_keys(secret: Path) -> KeysReport:
-    """A new pair of keys: `secret`, and next to it the public key with the suffix .pub."""
+    """Write a new pair of keys: `secret`, and next to it the public key with the suffix .pub."""
     public = secret.with_name(f"{secret.stem if secret.suffix == '.key' else secret.name}.pub")
     return KeysReport(key_id=minisign.new_keys(secret, public), secret_key=secret, public_key=public)
 

@@ -250,7 +250,7 @@ def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
 
 @contextmanager
 def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
-    """The folder of unfinished files. It lies in a locked folder, together with the state of the run.
+    """Make the folder of unfinished files. It lies in a locked folder, together with the state of the run.
 
     Kept when the block fails, so that unpacking the same bundle can continue; removed after the final rename.
     """
@@ -281,7 +281,7 @@ def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
 
 @contextmanager
 def _store(parent: Path, notes: list[str], *, is_shared: bool) -> Iterator[FileStore | None]:
-    """The store of `parent`, locked against `prune`. Yields None, and adds a note, if other users may change it."""
+    """Lock the store of `parent` against `prune`. Yields None, and adds a note, if other users may change it."""
     if not is_shared:
         yield None
         return

@@ -115,7 +115,7 @@ def examine(artifacts: Sequence[Path] = ()) -> DoctorReport:
 def _check(
     name: str, needed_for: str, detail: str, fix: str | None = None, state: State = "problem"
 ) -> Check:
-    """A check that is ok if there is nothing to fix, else in `state`."""
+    """Make a check that is ok if there is nothing to fix, else in `state`."""
     return Check(
         name=name, state="ok" if fix is None else state, detail=detail, needed_for=needed_for, fix=fix
     )
@@ -257,7 +257,7 @@ def _space(find: Callable[[], Path], needed: int, variable: str) -> Problem:
 
 
 def _verdicts(path: Path, checks: Sequence[Check]) -> Iterator[Verdict]:
-    """One for each stage of the artifact at `path`."""
+    """Judge each stage of the artifact at `path`."""
     from mingc.runtime.engines.backends import unavailable
 
     artifact = open_artifact(path)

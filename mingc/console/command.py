@@ -54,7 +54,7 @@ class HelpFormatter(cloup.HelpFormatter):
 
 
 def _kept(text: str, width: int) -> str:
-    """`text` with marks in place of the blanks and hyphens that must not end a line of `width`."""
+    """Replace the blanks and hyphens of `text` that must not end a line of `width` by marks."""
     note = _NOTE.search(text)
     if note is not None and len(note[0]) <= width:
         text = text[: note.start()] + note[0].replace(" ", _KEPT[" "])
@@ -80,7 +80,7 @@ class _Option(cloup.Option):
 
 
 def option(*names: str, **settings: Any) -> Decorator:
-    """An option of a command that no dataclass declares."""
+    """Add an option that no dataclass declares."""
     return cloup.option(*names, cls=_Option, **settings)
 
 
@@ -136,7 +136,7 @@ def declared(
 
 
 def _click_option(declaration: Option, default: Any) -> Decorator:
-    """The option of click, whose value is the text that was given; `given` parses it."""
+    """Make the option of click. Its value is the text that was given; `given` parses it."""
     assert declaration.flag is not None
     if declaration.kind is bool:
         return option(

@@ -78,7 +78,7 @@ def measure_cold_start(
 
 
 def phases(startup_s: Mapping[str, float], ready_s: float) -> tuple[StartPhase, ...]:
-    """The phases of a server's clock, after the time until that clock began: `ready_s` is the sum of all."""
+    """Put the time before the server's clock began in front of its phases: `ready_s` is the sum of all."""
     before_s = max(0.0, ready_s - sum(startup_s.values()))
     rows: list[StartPhase] = []
     for name, seconds in {INTERPRETER: before_s, **startup_s}.items():
@@ -117,7 +117,7 @@ def _server(
 
 
 def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]) -> dict[str, Any]:
-    """The line that the server prints when its port is open."""
+    """Read the line that the server prints when its port is open."""
     ready, _, _ = select.select([stdout], [], [], _START_TIMEOUT_S)
     line = stdout.readline() if ready else b""
     try:
@@ -173,7 +173,7 @@ def _first_requests(url: str) -> Iterator[FirstRequest]:
 
 
 def _request(url: str, body: Mapping[str, Any] | None) -> bytes:
-    """The body of the answer. The address is local, so proxy settings of the environment are ignored."""
+    """Return the body of the answer. The address is local, so proxy settings of the environment are ignored."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -75,7 +75,7 @@ class _Target:
         return self.sizes.get("T", 1)
 
     def held(self, context: int) -> int:
-        """How many of `context` tokens fit into a request beside the new ones."""
+        """Return how many of `context` tokens fit into a request beside the new ones."""
         return int(min(context, self.room - self.new_tokens))
 
     def title(self, context: int) -> str:
@@ -190,7 +190,7 @@ def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tupl
 
 
 def same_backends(pairs: Sequence[EnginePair]) -> str | None:
-    """A note on pairs with the same backend, which do not compare backends; None if there is none."""
+    """Note pairs with the same backend, which do not compare backends; None if there is none."""
     same = [pair for pair in pairs if pair.backend == pair.other_backend]
     if not same:
         return None
@@ -239,7 +239,7 @@ def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeO
 
 
 def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
-    """The targets that `options` choose. Raises: ConfigError for a name or batch size that the artifact lacks."""
+    """Choose targets by `options`. Raises: ConfigError for a name or batch size that the artifact lacks."""
     targets = list(_targets(artifact))
     known = sorted({each.stage for each in targets} | {each.name for each in targets})
     unknown = [name for name in options.engines or () if name not in known]
@@ -264,7 +264,7 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
 
 
 def _targets(artifact: Artifact) -> Iterator[_Target]:
-    """Every static engine at its size, and every dynamic engine at each combination of buckets that fits a request."""
+    """Yield static engines at their size, and dynamic ones at every combination of buckets that fits a request."""
     for stage, record in artifact.manifest.stages.items():
         for graph in record.graphs.values():
             for engine in graph.engines:
@@ -300,7 +300,7 @@ class _Run:
         return self._stopwatch.peak_rates(torch_dtype(self._artifact.manifest.fingerprint.dtype))
 
     def load(self, artifact: Artifact, name: str) -> LoadedStage:
-        """The engines of a stage, each with its first instance of weights."""
+        """Load the engines of a stage, each with its first instance of weights."""
         manifest = artifact.manifest
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
@@ -310,7 +310,7 @@ class _Run:
         return load_stage(artifact, name, self._device, only_first=True)
 
     def time(self, artifact: Artifact, target: _Target, loaded: LoadedStage) -> _Row:
-        """Figures and cost of `target`, an engine of `loaded`."""
+        """Time `target`, an engine of `loaded`."""
         self._progress(f"{title(target.name, target.sizes)} ({target.engine.backend})")
         case = ProbeCase(
             stage=target.stage,
@@ -372,7 +372,7 @@ class _Run:
     def _capture(
         self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool
     ) -> Callable[[], None] | None:
-        """A graph replay of `run`; None with a note when it synchronizes and cannot be captured."""
+        """Capture `run` as a graph; None with a note when it synchronizes and cannot be captured."""
         try:
             graph, _ = pool.capture(run, name)
         except RuntimeError as error:

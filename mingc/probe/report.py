@@ -39,7 +39,7 @@ class PeakRates:
         return max(self.copy_tb_s, self.read_tb_s)
 
     def rate_of(self, num_bytes: int) -> float:
-        """The highest possible rate in TB/s of a call that reads `num_bytes`.
+        """Return the highest possible rate in TB/s of a call that reads `num_bytes`.
 
         Rates fall with the size, except that the time of the call slows down the smallest sizes. So the result is the
         best rate among the largest measured size up to `num_bytes` and all larger ones.
@@ -50,7 +50,7 @@ class PeakRates:
         return max(self.memory_tb_s, *cached) if cached else self.memory_tb_s
 
     def faster(self, other: PeakRates) -> PeakRates:
-        """The higher rates of two measurements of the same machine."""
+        """Take the higher rates of two measurements of the same machine."""
         return replace(
             self,
             copy_tb_s=max(self.copy_tb_s, other.copy_tb_s),
@@ -313,7 +313,7 @@ def roofline_bound(
 
 
 def above_the_roof(bounds: Sequence[RooflineBound]) -> str | None:
-    """A note on engines that were faster than their bound; None if there is none."""
+    """Note engines that were faster than their bound; None if there is none."""
     above = [bound for bound in bounds if bound.roofline > 1.0]
     if not above:
         return None

@@ -109,7 +109,7 @@ class BodyBudget:
 
     @contextmanager
     def charge(self) -> Iterator[Charge]:
-        """A charge of 0 bytes; its final amount is released at the end of the block."""
+        """Open a charge of 0 bytes; the end of the block releases its final amount."""
         charge = Charge(self)
         try:
             yield charge
@@ -135,7 +135,7 @@ class BodyBudget:
 async def read_body(
     request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
 ) -> memoryview:
-    """The whole body of a JSON request, charged once its first 64 KiB have arrived.
+    """Read the whole body of a JSON request; charge it once its first 64 KiB have arrived.
 
     Raises:
         RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
@@ -184,7 +184,7 @@ async def read_body(
 
 
 def _grown(body: NDArray[np.uint8], size: int, capacity: int) -> NDArray[np.uint8]:
-    """The first `size` bytes in new memory of `capacity` bytes. NumPy releases Python's lock while it copies."""
+    """Copy the first `size` bytes to new memory of `capacity` bytes. NumPy releases Python's lock while it copies."""
     grown = large_arrays.empty(capacity, np.uint8)
     np.copyto(grown[:size], body[:size])
     return grown
@@ -267,7 +267,7 @@ class CutBody:
         return f"{self.strings[index]}{_NONCE}{index}"
 
     def join(self, left_out: Container[str]) -> bytes:
-        """The body with the placeholders of `left_out`, and the other strings in place.
+        """Join the body: with the placeholders of `left_out`, and the other strings in place.
 
         Raises:
             RequestError: if that is longer than `MAX_DECODED_BYTES`.
@@ -307,14 +307,14 @@ def cut_long_strings(raw: memoryview) -> CutBody:
 
 
 def _prefix(raw: memoryview, start: int) -> str:
-    """The first characters of a string, up to the first escape sequence; `/` may be escaped."""
+    """Return the first characters of a string, up to the first escape sequence; `/` may be escaped."""
     match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
     assert match is not None
     return match[0].decode()
 
 
 def count_bytes(raw: memoryview, byte: bytes) -> int:
-    """How often `byte` occurs; counted in steps."""
+    """Count `byte` in steps."""
     return sum(bytes(raw[start : start + _SLICE]).count(byte) for start in range(0, len(raw), _SLICE))
 
 
@@ -329,7 +329,7 @@ def _find_quote(raw: memoryview, position: int) -> int:
 
 
 def _string_end(raw: memoryview, position: int) -> int:
-    """The closing quote of a string whose content begins at `position`; -1 if there is none.
+    """Find the closing quote of a string whose content begins at `position`; -1 if there is none.
 
     Base64 has no quote before its end, which `find` reaches a hundred times as fast as the pattern. The pattern walks
     only the step behind an escaped quote, so that a text of escaped quotes does not take a search for each of them.
@@ -354,7 +354,7 @@ def _is_escaped(raw: memoryview, start: int, place: int) -> bool:
 
 
 def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
-    """The bytes of base64, in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
+    """Decode base64 in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
     backslash is a fault.
 
     Raises:
@@ -391,7 +391,7 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
 
 
 def _decode_plain(piece: bytes) -> bytes | None:
-    """The bytes of whole groups of base64 without white space and escapes; None for anything else.
+    """Decode whole groups of base64 without white space and escapes; None for anything else.
 
     msgspec decodes three times as fast as `binascii`, but does not say what is wrong.
     """
@@ -410,7 +410,7 @@ def _unescape(match: re.Match[bytes]) -> bytes:
 
 
 def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
-    """The value of a field that was left undecoded; None if absent or null. A large one stays `raw`."""
+    """Decode a field that was left undecoded; None if absent or null. A large value stays `raw`."""
     data = bytes(raw)
     if len(data) > max_bytes:
         return raw

@@ -34,7 +34,7 @@ _Keys = list[str | int]
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """`value` as JSON for an error message, cut to `limit` characters."""
+    """Write `value` as JSON for an error message, cut to `limit` characters."""
     if isinstance(value, str):
         value = value[:limit]  # never encode a whole base64 clip
     text = json.dumps(value, ensure_ascii=True)
@@ -98,7 +98,7 @@ def explain_malformed(raw: bytes) -> None:
 
 
 def _half_pair(value: object, keys: _Keys) -> _Keys | None:
-    """The path of the first string with half of a surrogate pair."""
+    """Find the path of the first string with half of a surrogate pair."""
     if isinstance(value, str):
         return keys if _HALF_PAIR.search(value) else None
     items: Any = (
@@ -200,7 +200,7 @@ def _describe(type_: type) -> inspect.Type:
 
 
 def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
-    """The types that the field at `keys` may have; unions are taken apart."""
+    """Yield the types that the field at `keys` may have; unions are taken apart."""
     found = list(_flatten(_describe(type_)))
     for key in keys:
         children: list[inspect.Type] = []

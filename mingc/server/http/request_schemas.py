@@ -270,7 +270,7 @@ _Body = TypeVar("_Body", bound=Struct)
 
 
 def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
-    """A struct of the same name that also has the refused and the ignored fields, undecoded."""
+    """Define a struct of the same name that also has the refused and the ignored fields, undecoded."""
     others = {name: f"Only with a value that requests nothing: {why}." for name, (why, _) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [

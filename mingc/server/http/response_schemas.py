@@ -160,12 +160,12 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 def sse(value: Struct) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def model_object(info: ServiceInfo, created: int, name: str) -> ModelObject:
-    """The served model under one of its names."""
+    """Describe the served model under one of its names."""
     return ModelObject(
         id=name,
         created=created,
@@ -230,7 +230,7 @@ class ChatResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, *, text: str, audio: bytes | None, done: Done) -> ChatCompletion:
-        """The complete answer. `audio` is an encoded clip."""
+        """Make the complete answer. `audio` is an encoded clip."""
         message = AnswerMessage(content=text, refusal=None)
         if audio is not None:
             data = base64.b64encode(audio).decode()

@@ -80,7 +80,7 @@ class ResponseWriter:
 async def chat_completion(
     events: AsyncIterator[Event], builder: ChatResponseBuilder, audio: AudioSpec | None
 ) -> bytes:
-    """One `chat.completion` object; `audio` is None if no speech was requested."""
+    """Encode one `chat.completion` object; `audio` is None if no speech was requested."""
     text, samples, done = await _collect(events)
     clip = None if audio is None else await asyncio.to_thread(encode, samples, audio)
     return msgspec.json.encode(builder.completion(text=text, audio=clip, done=done))
@@ -117,13 +117,13 @@ async def chat_chunks(
 
 
 async def speech_clip(events: AsyncIterator[Event], audio: AudioSpec) -> bytes:
-    """One audio file with its length in the header."""
+    """Encode one audio file with its length in the header."""
     _, samples, _ = await _collect(events)
     return await asyncio.to_thread(encode, samples, audio)
 
 
 async def speech_parts(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
-    """An audio file in parts; a WAV has an unknown length in its header."""
+    """Encode an audio file in parts; a WAV has an unknown length in its header."""
     encoder = open_stream(audio)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta) and (data := encoder.add(event.samples)):
@@ -133,7 +133,7 @@ async def speech_parts(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncI
 
 
 async def speech_events(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
-    """`speech.audio.delta` events, then `speech.audio.done` with the usage."""
+    """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage."""
     encoder = _ClipEncoder(audio)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta | Done):
@@ -162,7 +162,7 @@ class _ClipEncoder:
 
 
 async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The events up to `Done`. Raises: WorkerError when it does not come."""
+    """Yield the events up to `Done`. Raises: WorkerError when it does not come."""
     async for event in events:
         yield event
         if isinstance(event, Done):

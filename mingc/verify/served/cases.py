@@ -97,7 +97,7 @@ class ServedGoldens(ServedDocument):
         return f"{case.name}.{name}" in self.tensors
 
     def get(self, case: ServedCase, name: str) -> Array:
-        """A tensor of a case. Raises: ArtifactError when the file lacks it."""
+        """Return a tensor of a case. Raises: ArtifactError when the file lacks it."""
         try:
             return self.tensors[f"{case.name}.{name}"]
         except KeyError:
@@ -132,7 +132,7 @@ def read_goldens(path: Path) -> ServedGoldens:
 
 
 def asset_records(manifest: Manifest, sha256: Callable[[str], str]) -> dict[str, str]:
-    """What identifies each tokenizer and voice, by name, the model and its dtype, which decides the tolerances.
+    """Identify each tokenizer and voice by name, the model, and its dtype, which decides the tolerances.
 
     Recorded requests use two voices and a few words: they do not show another voice or an entry of a vocabulary.
     `sha256` returns the hash of a file of the artifact.

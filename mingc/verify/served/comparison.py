@@ -78,7 +78,7 @@ class ServedComparison:
         self.text, self.speech = Share(), Share()
 
     def check_prompt(self, case: ServedCase, prepared: PreparedPrompt) -> None:
-        """The prompt that the service prepared equals the recorded one."""
+        """Compare the prompt that the service prepared with the recorded one."""
         for key in ("input_ids", "positions", "embed_kind"):
             recorded = self._goldens.get(case, key)
             self._log.ids(f"{case.name}.{key}", getattr(prepared.tokens, key), reference=recorded)
@@ -193,7 +193,7 @@ class ServedComparison:
 
 
 def common_length(one: NDArray[np.int64], other: NDArray[np.generic]) -> int:
-    """Number of equal values at the start of both."""
+    """Count the equal values at the start of both."""
     count = min(len(one), len(other))
     is_other = one[:count] != other[:count]
     return int(np.argmax(is_other)) if is_other.any() else count

@@ -159,7 +159,7 @@ class _GoldenWriter:
                 self._record_speech(case, planner, speech, pieces)
 
     def _prompt(self, stages: ChatStages, prepared: PreparedPrompt) -> tuple[Ints, Ints, Ints, Floats]:
-        """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip per call."""
+        """Make the eager model's inputs of a prompt; its media are embedded one frame or clip per call."""
         prompt, hidden_size = prepared.tokens, stages.thinker.hidden_size
         embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
         vision, audio = stages.vision_parameters, stages.audio_parameters
@@ -238,7 +238,7 @@ class _GoldenWriter:
 
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
-    """The pieces of an answer that are spoken one by one, if no timeout cuts the first one."""
+    """Cut an answer into the pieces that are spoken one by one, if no timeout cuts the first one."""
     detokenizer, spoken = tokenizer.detokenizer(), SpokenText(max_length, is_reproducible=True)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
     return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]
