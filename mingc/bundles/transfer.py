@@ -112,7 +112,7 @@ def check_free(folder: Path, needed: int) -> None:
         )
 
 
-def make_parent(path: Path, option: str = "OUTPUT") -> None:
+def make_parent(path: Path) -> None:
     """Create the folder of `path`.
 
     Raises: ConfigError when a file has its name or it cannot be created; other OSErrors.
@@ -122,7 +122,7 @@ def make_parent(path: Path, option: str = "OUTPUT") -> None:
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         raise ConfigError(
             f"{path.parent} is no folder and cannot be made: {error.strerror}",
-            where=option,
+            where="OUTPUT",
             fix="pass another path",
         ) from error
 

@@ -51,6 +51,7 @@ MAX_DECODED_BYTES = 8 << 20  # of a body without its media
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
 _FIRST_SLICE = 1 << 8  # bytes of the first step of a search, which doubles its steps
 _PREFIX = 256
+_SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
@@ -409,10 +410,10 @@ def _unescape(match: re.Match[bytes]) -> bytes:
     return plain
 
 
-def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
+def decode_small(raw: msgspec.Raw) -> object:
     """Decode a field that was left undecoded; None if absent or null. A large value stays `raw`."""
     data = bytes(raw)
-    if len(data) > max_bytes:
+    if len(data) > _SMALL_BYTES:
         return raw
     try:
         return msgspec.json.decode(data) if data else None

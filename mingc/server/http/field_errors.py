@@ -17,6 +17,7 @@ from msgspec import inspect
 from mingc.errors import RequestError
 
 _MAX_SHOWN = 100  # characters of a client's name in an error
+_MAX_VALUE = 60  # characters of a client's value in an error
 _KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PATH = re.compile(r"(\.\w+|\[\d+\])+`")
 # msgspec's messages about a field, its type and its value.
@@ -33,12 +34,12 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _Keys = list[str | int]
 
 
-def shorten(value: object, limit: int = 60) -> str:
-    """Write `value` as JSON for an error message, cut to `limit` characters."""
+def shorten(value: object) -> str:
+    """Write `value` as JSON for an error message, cut to 60 characters."""
     if isinstance(value, str):
-        value = value[:limit]  # never encode a whole base64 clip
+        value = value[:_MAX_VALUE]  # never encode a whole base64 clip
     text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
 
 
 def join_path(keys: Sequence[str | int]) -> str:
