@@ -83,6 +83,7 @@ def command(
                 asked.batch_sizes,
                 jobs=1 if jobs is None else jobs,
                 cache=cache,
+                compare=asked.compare,
             )
             run_export(recipe)
         elif artifact is None or jobs is not None or cache is not None:

@@ -18,7 +18,6 @@ REMOVED = (
     ("verify", "--reference", _CONFORMANCE),
     ("verify", "--against", _CONFORMANCE),
     ("serve", "--expert-usage-interval", "leave it out; benchmarks count the experts that steps read"),
-    ("probe", "--compare", "leave it out: engines compute the patch embedding as a linear layer"),
     ("bundle pack", "--oci", "push the bundle with `oras`: the recipe is in docs/deployment.md"),
 )
 

@@ -43,6 +43,10 @@ class ProbeOptions:
         0.1, "--tolerance", least=0, group=_COMPARISON,
         help="Fraction by which a median may exceed the baseline's.",
     )  # fmt: skip
+    compare: str | None = option(
+        None, "--compare", choices=("patch-embed",), group=_COMPARISON,
+        help="Also time the patch embedding as a convolution; --engine must then include vision_encoder.",
+    )  # fmt: skip
     beside: Path | None = option(
         None, "--beside", group=_COMPARISON, metavar="ARTIFACT",
         help="Another artifact of the same model: time its engines and the engines of ARTIFACT alternately.",
@@ -54,6 +58,8 @@ class ProbeOptions:
             problems.append("--engine: is empty")
         if self.batch_sizes == ():
             problems.append("--batch: is empty")
+        if self.compare == "patch-embed" and self.engines and not self._names_patch_embed():
+            problems.append("--compare patch-embed: --engine must include vision_encoder")
         check(self, *problems, where="mingc probe", fix="see mingc probe --help")
 
     def choose(self, engine: str, sizes: Mapping[str, int]) -> bool:
@@ -62,6 +68,9 @@ class ProbeOptions:
         return self.names(engine) and (
             self.batch_sizes is None or not batch or bool({*batch} & {*self.batch_sizes})
         )
+
+    def _names_patch_embed(self) -> bool:
+        return any(name.partition(".")[0] == "vision_encoder" for name in self.engines or ())
 
     def names(self, engine: str) -> bool:
         """Whether to time `stage.graph` at any size."""

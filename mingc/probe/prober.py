@@ -25,10 +25,12 @@ from mingc.probe.cold_start import ColdStart, measure_cold_start
 from mingc.probe.environment import this_environment
 from mingc.probe.inputs import ProbeCase, page_size, room
 from mingc.probe.options import ProbeOptions, request_counts
+from mingc.probe.patch_embed import check_patch_embed, compare_patch_embed
 from mingc.probe.report import (
     EngineFigures,
     EnginePair,
     Latency,
+    PatchEmbed,
     PeakRates,
     ProbeReport,
     above_the_roof,
@@ -106,6 +108,8 @@ def probe(
     targets = _choose(artifact, options)
     other = _open_beside(artifact, options.beside) if options.beside is not None else None
     other_targets = _common_targets(targets, other, options) if other is not None else {}
+    if options.compare == "patch-embed":
+        check_patch_embed(artifact)
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
     # The server starts first, because it needs the whole memory of the device.
@@ -127,6 +131,7 @@ def probe(
                 if there is not None and other is not None:
                     loaded_other = loaded_other or run.load(other, stage)
                     beside_rows.append(run.time(other, there, loaded_other))
+        patch_embed = run.patch_embed() if options.compare == "patch-embed" else ()
     figures, beside_figures = [each for each, _ in rows], [each for each, _ in beside_rows]
     # Measured again at the end: other work may have slowed the machine down at the start.
     peak_rates = run.peak_rates.faster(run.measure_peak_rates())
@@ -155,6 +160,7 @@ def probe(
         regressions=comparison.regressions,
         only_here=comparison.only_here,
         only_in_baseline=comparison.only_in_baseline,
+        patch_embed=patch_embed,
         artifact_sha256=sha256,
         command=command,
         environment=this_environment(),
@@ -308,6 +314,10 @@ class _Run:
             self.notes += [] if note in self.notes else [note]
         self._pool = GraphPool(self._device) if self._device.type == "cuda" else None
         return load_stage(artifact, name, self._device, only_first=True)
+
+    def patch_embed(self) -> tuple[PatchEmbed, ...]:
+        """Both forms of the vision encoder's patch embedding."""
+        return compare_patch_embed(self._artifact, self._stopwatch, self._progress, self.notes)
 
     def time(self, artifact: Artifact, target: _Target, loaded: LoadedStage) -> _Row:
         """Time `target`, an engine of `loaded`."""

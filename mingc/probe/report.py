@@ -132,7 +132,7 @@ class RooflineBound:
         memory_bound_ms, compute_bound_ms: time for all bytes at the memory rate, for all FLOPs at the matmul rate.
         roofline: larger of the two bounds as a fraction of the measured median.
         memory_roof_tb_s: the memory rate of the bound, see `PeakRates.rate_of`.
-        intensity: FLOPs per byte. achieved_tflop_s: FLOPs by the measured median.
+        intensity: FLOPs per byte. achieved_tflop_s, achieved_tb_s: FLOPs and bytes by the measured median.
         uncounted: kernels that the cost model does not count; if there are any, the bounds are too low.
     """
 
@@ -148,6 +148,7 @@ class RooflineBound:
     memory_roof_tb_s: float = 0.0
     intensity: float = 0.0
     achieved_tflop_s: float = 0.0
+    achieved_tb_s: float = 0.0
 
     def cells(self) -> dict[str, str | float]:
         """Columns of the console table."""
@@ -170,6 +171,17 @@ class Regression:
     baseline_ms: float
     median_ms: float
     slower_by: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchEmbed:
+    """Median times of two forms of the vision encoder's patch embedding, and their relative difference."""
+
+    patches: int
+    conv3d_ms: float
+    linear_ms: float
+    ratio: float
+    relative_difference: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +211,16 @@ class Transfer:
     ms: float | None
     gb_s: float | None
     not_run: str = ""
+
+    def cells(self) -> dict[str, str | float | None]:
+        """Columns of the console table."""
+        return {
+            "transfer": self.transfer,
+            "mb": self.num_bytes / 1e6 if self.num_bytes else None,
+            "ms": self.ms,
+            "gb_s": self.gb_s,
+            "not_run": self.not_run,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,6 +284,7 @@ class ProbeReport:
     regressions: tuple[Regression, ...]
     only_here: tuple[str, ...]
     only_in_baseline: tuple[str, ...]
+    patch_embed: tuple[PatchEmbed, ...] = ()
     artifact_sha256: str = ""
     command: str = ""
     environment: Environment | None = None
@@ -309,6 +332,7 @@ def roofline_bound(
         memory_roof_tb_s=memory_tb_s,
         intensity=flops / num_bytes if num_bytes else 0.0,
         achieved_tflop_s=flops / median_ms / 1e9,
+        achieved_tb_s=num_bytes / median_ms / 1e9,
     )
 
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 from mingc_command import ENVIRONMENT, mingc, mingc_here
 
+from mingc.probe import patch_embed
+from mingc.probe.prober import ProbeOptions
+
 CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode_attention", "--batch", "1,8", "--repetitions", 2)
 ALONE = ("--no-cold-start", "--no-transfers")
 
@@ -25,6 +28,7 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
             "regressions",
             "only_here",
             "only_in_baseline",
+            "patch_embed",
             "notes",
             "artifact_sha256",
             "command",
@@ -72,6 +76,20 @@ def test_missing_engines_and_batch_sizes_are_refused(eager_artifact: Path) -> No
     assert wrong.code == 2 and "nosuch" in wrong.stderr and "cfm.sample" in wrong.stderr
     absent = mingc_here("probe", eager_artifact, "--engine", "cfm", "--batch", "3")
     assert absent.code == 2 and "no engine for batch 3" in absent.stderr
+
+
+def test_the_patch_embedding_equals_a_linear_layer(
+    eager_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = ProbeOptions.choose
+    monkeypatch.setattr(ProbeOptions, "choose", lambda *which: which[2]["M"] <= 64 and choose(*which))
+    monkeypatch.setattr(patch_embed, "_BUDGET_MS", 0.0)  # each form is timed once
+    words = ("--engine", "vision_encoder", "--repetitions", 1, "--compare", "patch-embed", *ALONE, "--json")
+    done = mingc_here("probe", eager_artifact, *words)
+    assert done.code == 0, done.stderr
+    rows = done.document["patch_embed"]
+    assert [row["patches"] for row in rows] == [256, 1024, 4096]
+    assert all(row["relative_difference"] < 1e-5 and row["conv3d_ms"] > 0 for row in rows)
 
 
 def test_every_engine_of_the_thinker_is_timed_with_the_cost_of_its_dims(

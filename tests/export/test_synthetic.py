@@ -95,6 +95,11 @@ def test_an_engine_that_is_not_exported_is_refused_with_its_option(
     assert caught.value.where == "--engine" and "cfm" in str(caught.value.fix)
 
 
+def test_a_comparison_without_its_stage_is_refused_before_the_export(configs: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vision encoder"):
+        synthetic_recipe(configs, tmp_path, ("cfm",), None, jobs=1, cache=None, compare="patch-embed")
+
+
 def test_the_artifact_of_a_probe_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists") as caught, probe_folder(tmp_path):
         pass

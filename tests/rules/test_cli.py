@@ -194,6 +194,8 @@ def test_an_artifact_of_several_targets_or_backends_is_refused(
         (["probe"], "nothing to probe"),
         (["probe", "x", "--batch", "1,two"], "--batch 1,two: not a whole number"),
         (["probe", "x", "--engine", ","], "--engine ,: is empty"),
+        (["probe", "x", "--engine", "cfm", "--compare", "patch-embed"], "--compare patch-embed: --engine"),
+        (["probe", "x", "--compare", "other"], "--compare other: must be one of patch-embed"),
         (["probe", "x", "--tolerance", "-1"], "--tolerance -1: must be at least 0"),
         (["probe", "x", "--tolerance", "nan"], "--tolerance nan"),
         (["probe", "x", "--baseline", "nowhere.json"], "nowhere.json"),

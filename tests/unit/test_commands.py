@@ -372,6 +372,10 @@ def test_every_option_of_export_reaches_the_recipe(name: str, calls: list[dict[s
         (["--context", "17"], {"context": 17}),
         (["--repetitions", "5"], {"repetitions": 5}),
         (["--tolerance", "0.25"], {"tolerance": 0.25}),
+        (
+            ["--compare", "patch-embed"],
+            {"compare": "patch-embed", "has_cold_start": True, "has_transfers": True},
+        ),
         (["--beside", "y"], {"beside": Path("y")}),
         (["--no-cold-start"], {"has_cold_start": False, "has_transfers": True}),
         (["--no-transfers"], {"has_cold_start": True, "has_transfers": False}),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from manifest_edit import edit_manifest
+from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import EngineCost
 from mingc.artifacts.spec import Dim, DType, GraphSpec, TensorSpec
@@ -23,6 +24,7 @@ from mingc.probe import prober
 from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.cold_start import ColdStart
 from mingc.probe.inputs import ProbeCase, room
+from mingc.probe.patch_embed import compare_patch_embed
 from mingc.probe.prober import ProbeOptions, pairs, probe
 from mingc.probe.report import (
     CacheRate,
@@ -116,11 +118,17 @@ def report(*rows: EngineFigures) -> ProbeReport:
         ({"tolerance": -0.1}, "--tolerance"),
         ({"tolerance": float("nan")}, "--tolerance nan"),
         ({"tolerance": float("inf")}, "--tolerance inf"),
+        ({"engines": ("cfm", "talker.step"), "compare": "patch-embed"}, "--compare patch-embed"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         ProbeOptions(**options)
+
+
+@pytest.mark.parametrize("engines", [None, ("vision_encoder",), ("cfm", "vision_encoder.encode")])
+def test_the_patch_embedding_is_compared_when_its_stage_is_timed(engines: tuple[str, ...] | None) -> None:
+    assert ProbeOptions(engines=engines, compare="patch-embed").compare == "patch-embed"
 
 
 def test_engines_are_chosen_by_stage_graph_and_batch() -> None:
@@ -182,9 +190,11 @@ def test_a_batch_size_that_a_chosen_engine_lacks_is_refused(
     assert caught.value.message == says and caught.value.where == "--batch"
 
 
-def test_nothing_is_timed_for_a_baseline_without_a_counterpart(probed: Path) -> None:
+def test_nothing_is_timed_for_a_baseline_or_a_comparison_without_a_counterpart(probed: Path) -> None:
     with pytest.raises(ConfigError, match="none of the engines"):
         probe(probed, ProbeOptions(), baseline=report(figures(1.0)))
+    with pytest.raises(ConfigError, match="no vision encoder"):
+        probe(probed, ProbeOptions(compare="patch-embed"))
 
 
 def test_every_request_has_its_own_slot_and_a_context() -> None:
@@ -321,6 +331,7 @@ def test_the_place_of_an_engine_under_the_roof() -> None:
     bound = roofline_bound(figures(8.0), cost, 5 * 10**8, PEAK_RATES)
     assert bound.intensity == pytest.approx(0.5)
     assert bound.achieved_tflop_s == pytest.approx(0.25)
+    assert bound.achieved_tb_s == pytest.approx(0.5)
     assert bound.roofline == pytest.approx(0.25), "as the memory rate is 2 TB/s"
 
 
@@ -579,6 +590,58 @@ def test_a_missing_parameter_of_an_input_is_named() -> None:
         case.make(torch.device("cpu"))
 
 
+class SlowStopwatch(Stopwatch):
+    """Reports `ms_per_patch` for convolutions instead of measuring, and counts calls."""
+
+    def __init__(self, ms_per_patch: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.ms_per_patch = ms_per_patch
+        self.counts: list[int] = []
+
+    def samples_ms(self, run: Callable[[], object], count: int, *, cold: bool = False) -> list[float]:
+        made = run()
+        assert isinstance(made, torch.Tensor)
+        self.counts.append(count)
+        return [self.ms_per_patch * len(made) if made.ndim == 5 else 0.1] * count
+
+
+@pytest.mark.parametrize(
+    "ms_per_patch, sizes, repetitions",
+    [(0.001, [256, 1024, 4096], [10, 10, 10]), (1.0, [256, 1024], [10, 4]), (4.0, [256], [4])],
+)
+def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
+    ms_per_patch: float,
+    sizes: list[int],
+    repetitions: list[int],
+    tmp_path: Path,
+) -> None:
+    save_file(
+        {"patch_embed.weight": torch.randn(4, 3 * 2 * 2 * 2), "patch_embed.bias": torch.zeros(4)},
+        tmp_path / "weights.safetensors",
+    )
+    vision = SimpleNamespace(in_channels=3, temporal_patch_size=2, patch_size=2)
+    artifact: Any = SimpleNamespace(
+        manifest=SimpleNamespace(
+            parameters_of=lambda stage, kind: vision,
+            fingerprint=SimpleNamespace(device="cpu"),
+            stages={"vision_encoder": SimpleNamespace(weights=["weights.safetensors"])},
+        ),
+        region=lambda name: tmp_path / name,
+    )
+    notes: list[str] = []
+    steps: list[str] = []
+    stopwatch = SlowStopwatch(ms_per_patch)
+    rows = compare_patch_embed(artifact, stopwatch, steps.append, notes)
+    assert [row.patches for row in rows] == sizes
+    assert steps == [f"patch embedding of {size} patches" for size in sizes]
+    assert stopwatch.counts[1::4] == repetitions, "timed calls of the convolution"
+    assert len(notes) == (len(sizes) < 3)
+    assert all(row.relative_difference < 1e-5 for row in rows)
+    for row in rows:
+        assert (row.conv3d_ms, row.linear_ms) == (ms_per_patch * row.patches, 0.1)
+        assert row.ratio == pytest.approx(10 * ms_per_patch * row.patches), "times that the convolution takes"
+
+
 @pytest.mark.parametrize(("median", "is_slower"), [(1.1, False), (1.1001, True), (0.5, False)])
 def test_a_median_may_exceed_the_baseline_by_the_tolerance(median: float, is_slower: bool) -> None:
     found = compare(
@@ -773,7 +836,7 @@ def test_a_probe_reports_what_its_other_measurements_give(
     assert [each.title for each in made.engines] == [each.title for each in made.beside_engines]
     assert made.model == "tiny" and made.dtype == "float32" and made.torch == torch.__version__
     assert (made.tolerance, made.regressions, made.only_here, made.only_in_baseline) == (None, (), (), ())
-    assert len(made.artifact_sha256) == 64
+    assert len(made.artifact_sha256) == 64 and made.patch_embed == ()
 
 
 def test_only_a_few_engines_of_a_list_are_named() -> None:

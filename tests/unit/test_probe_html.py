@@ -27,6 +27,7 @@ from mingc.probe.report import (
     Environment,
     FirstRequest,
     Latency,
+    PatchEmbed,
     PeakRates,
     ProbeReport,
     Regression,
@@ -111,6 +112,9 @@ def make_report() -> ProbeReport:
         regressions=(Regression(engine=ENGINES[1].title, baseline_ms=2.0, median_ms=3.4, slower_by=0.7),),
         only_here=("new.engine",),
         only_in_baseline=("gone.engine",),
+        patch_embed=(
+            PatchEmbed(patches=256, conv3d_ms=9.0, linear_ms=3.0, ratio=3.0, relative_difference=1e-7),
+        ),
         artifact_sha256="ab" * 32,
         command=f"mingc probe {HOSTILE}",
         environment=Environment(
@@ -313,7 +317,7 @@ def test_a_browser_shows_every_row_without_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 def test_parts_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "probe.html"
-    bare = {"regressions": (), "cold_start": (), "first_requests": (), "transfers": ()}
+    bare = {"regressions": (), "cold_start": (), "first_requests": (), "transfers": (), "patch_embed": ()}
     alone = {"beside": (), "beside_engines": (), "roofline_bounds": (), "only_here": (), "ready_s": None}
     write_html(replace(REPORT, tolerance=None, environment=None, **bare, **alone), path)  # type: ignore[arg-type]
     shown, log = browse(path, tmp_path / "profile")

@@ -48,6 +48,7 @@ def test_a_machine_without_a_gpu_measures_its_host_memory_alone(steps: list[str]
     ]
     for row in rows.values():
         assert (row.num_bytes, row.ms, row.gb_s, row.not_run) == (0, None, None, "no CUDA device")
+        assert row.cells()["mb"] is None and row.cells()["not_run"] == "no CUDA device"
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

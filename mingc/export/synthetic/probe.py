@@ -18,6 +18,8 @@ from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.synthetic.checkpoint import open_synthetic
 
+_PATCH_EMBED = "patch-embed"
+
 
 def synthetic_recipe(
     configs: Path,
@@ -27,18 +29,25 @@ def synthetic_recipe(
     *,
     jobs: int,
     cache: Path | None,
+    compare: str | None = None,
 ) -> ExportRecipe:
     """The recipe for random weights with `engines` (stages, or graphs such as `cfm.sample`) at `batch_sizes`.
 
     In bfloat16 on a GPU if there is one, else in float32 on the CPU. No engines means all stages except sharded ones,
     whose weights may be larger than the disk; no batch sizes means the defaults. Raises: CheckpointError; ConfigError
-    when the export would not contain an engine.
+    when the export would not contain an engine, or what `compare` needs.
     """
     checkpoint, has_gpu = open_synthetic(configs), torch.cuda.is_available()
     known = {name: stage for name, stage in discover().items() if stage.is_present(checkpoint)}
     asked = dict.fromkeys(name.partition(".")[0] for name in engines or ())
     _check(asked, known, "stages")
     stages = [*asked] or [name for name, stage in known.items() if not stage.is_sharded]
+    if compare == _PATCH_EMBED and "vision_encoder" not in stages:
+        raise ConfigError(
+            "the vision encoder would not be exported",
+            where=f"--compare {_PATCH_EMBED}",
+            fix="leave --compare out, or name vision_encoder in --engine",
+        )
     recipe = ExportRecipe(
         checkpoint=configs,
         output=output,
