@@ -88,7 +88,7 @@ def _features(wave: NDArray[np.float32], rate: int, parameters: AudioParameters)
 
 
 def _waves(case: str, log: ReferenceLog) -> list[NDArray[np.float32]]:
-    """The clips of a case: recorded, or one recorded second repeated with rising gain."""
+    """Read the clips of a case; one may be a recorded second that repeats with rising gain."""
     if f"{case}.base_1s" in log:
         base = log.input(f"{case}.base_1s").astype(np.float32)
         count = int(np.ravel(log.input(f"{case}.tiles"))[0])

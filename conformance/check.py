@@ -57,7 +57,7 @@ GOLDEN_FILES = (
 
 
 def check_conformance(path: Path, reference: Path, *, progress: Progress = lambda step: None) -> VerifyReport:
-    """All comparisons of `mingc verify`, then those with the golden files in the folder `reference`.
+    """Make all comparisons of `mingc verify`, then compare with the golden files in the folder `reference`.
 
     Raises: as `mingc.verify.verification.verify`; ConfigError when `reference` holds no golden file.
     """

@@ -49,7 +49,7 @@ class Engines:
         return all(name in self.artifact.manifest.stages for name in stages)
 
     def quantization_of(self, stages: Sequence[str]) -> float:
-        """The largest error by weight quantization of a graph of `stages`.
+        """Return the largest error that weight quantization causes in a graph of `stages`.
 
         Stages that record a quantization error per layer are left out: they are compared layer by layer.
         """
@@ -65,17 +65,17 @@ class Engines:
         )
 
     def stage(self, name: str) -> LoadedStage:
-        """The loaded stage. Raises: ArtifactError when the artifact has no stage `name`."""
+        """Load a stage on first use. Raises: ArtifactError when the artifact has no stage `name`."""
         if name not in self._stages:
             self._stages[name] = load_stage(self.artifact, name, self.device)
         return self._stages[name]
 
     def rank_stage(self, name: str, rank: int) -> LoadedStage:
-        """The shard of `rank` of a stage, loaded on that rank's device."""
+        """Load the shard of `rank` on that rank's device."""
         return load_stage(self.artifact, name, self.rank_devices()[rank], rank=rank)
 
     def tokenizer(self, name: str) -> TextTokenizer | None:
-        """The tokenizer of `thinker` or `talker`; None when the artifact has none."""
+        """Load the tokenizer of `thinker` or `talker`; None when the artifact has none."""
         file = self.artifact.manifest.tokenizers.get(name)
         return None if file is None else TextTokenizer.from_file(self.artifact.path(file))
 
@@ -86,18 +86,18 @@ class Engines:
         )
 
     def padded_size(self, graph: Graph, dim: str, size: int) -> int:
-        """The size that `graph` runs for `size`: its bucket, or without buckets the next valid multiple."""
+        """Round `size` up to what `graph` runs: its bucket, or without buckets the next valid multiple."""
         spec = graph.spec.dim(dim)
         if spec.buckets:
             return graph.bucket(dim, size)
         return max(spec.minimum, -(-size // spec.multiple) * spec.multiple)
 
     def put(self, value: NDArray[np.generic], graph: Graph, name: str) -> torch.Tensor:
-        """`value` on the device, in the dtype of input `name` of `graph`."""
+        """Copy `value` to the device, in the dtype of input `name` of `graph`."""
         spec = next(tensor for tensor in graph.spec.inputs if tensor.name == name)
         return torch.from_numpy(np.ascontiguousarray(value)).to(self.device, torch_dtype(spec.dtype))
 
 
 def pad_rows(value: NDArray[np.generic], rows: int) -> NDArray[np.generic]:
-    """`value` padded with zero rows to `rows`."""
+    """Pad `value` with zero rows to `rows`."""
     return np.pad(value, [(0, rows - len(value))] + [(0, 0)] * (value.ndim - 1))

@@ -22,7 +22,7 @@ from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures,
 from mingc.prompts.tokenizer import TextTokenizer
 
 PIXEL_TOLERANCE = 1e-5
-RECORDED_FPS = 2.0  # of a list of frames, by the reference; all of them are sampled
+RECORDED_FPS = 2.0  # the reference's rate for a list of frames; all of them are sampled
 
 Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")
@@ -99,7 +99,7 @@ def _loaded_size(raw: Image, vision: VisionParameters, max_pixels: int) -> tuple
 
 
 def _max_pixels(raw: Image, target: tuple[int, int], vision: VisionParameters) -> int | None:
-    """A pixel limit that gives this image its recorded size, since limits are not recorded; None for the default."""
+    """Find a pixel limit that gives this image its recorded size; limits are not recorded. None: the default does."""
     if _loaded_size(raw, vision, vision.load_max_pixels) == target:
         return None
     area = target[0] * target[1]
@@ -180,13 +180,13 @@ def _replay_prompt(
 
 
 def _typed_tags(turn: Mapping[str, Any]) -> Counter[str]:
-    """How often the text of a recorded turn names the tag of each kind of media."""
+    """Count how often the text of a recorded turn names the tag of each kind of media."""
     text = "".join(item["text"] for item in turn["content"] if item["type"] == "text")
     return +Counter({kind: text.count(f"<{kind}>") for kind in ("image", "audio", "video")})
 
 
 def _without_suppressed(turn: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The content of a recorded turn without the media that its typed tags suppress.
+    """Yield the content of a recorded turn without the media that its typed tags suppress.
 
     The reference parses tags and leaves out one item of media per tag; the runtime places media by structure.
     """
@@ -210,7 +210,7 @@ class _Media:
         self.missing = ""
 
     def parts(self, item: Mapping[str, Any]) -> list[TextPart | MediaPart]:
-        """The parts of one entry of a recorded turn; media of one entry are separated by newlines."""
+        """Convert one entry of a recorded turn to parts; newlines separate media of one entry."""
         kind = item["type"]
         if kind == "text":
             return [TextPart(text=item["text"])]
@@ -235,7 +235,7 @@ class _Media:
 
 
 def _next(recorded: Iterator[_Recorded]) -> _Recorded:
-    """The next recorded size. Raises: ConfigError when a message has more media than sizes are recorded."""
+    """Take the next recorded size. Raises: ConfigError when a message has more media than sizes are recorded."""
     for each in recorded:
         return each
     raise ConfigError("a message has more media than sizes are recorded", where="--reference")

@@ -130,7 +130,7 @@ class ReferenceLog(ComparisonLog):
             self.comparisons[-1] = replace(row, outcome="expected difference", note=why)
 
     def _quantized_limit(self) -> float:
-        """The largest error that quantized weights may cause."""
+        """Return the largest error that quantized weights may cause."""
         if not self._quantization:
             return 0.0
         return min(self._tolerance + _STEPS * self._quantization, _MAX_QUANTIZATION_ERROR)

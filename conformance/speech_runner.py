@@ -92,7 +92,7 @@ class SpeechRunner:
         arguments: tuple[float, float, float] = (0.0, 0.0, 0.0),
         max_patches: int = 1,
     ) -> SpeechSegment:
-        """A segment with the prompt `ids` (T,), in which `embeds` (E, D) replace rows (all of them by default).
+        """Make a segment with the prompt `ids` (T,), in which `embeds` (E, D) replace rows (by default all).
 
         `arguments`: guidance, sigma, temperature. `history`: (H, C); zeros by default.
         """
@@ -193,7 +193,7 @@ class _Calls:
         }
 
     def kept(self, graph: str, name: str) -> Floats:
-        """An input or output of all calls, one row each: (n, …) float32."""
+        """Stack an input or output of all calls, one row per call: (n, …) float32."""
         return np.concatenate(self._kept[graph, name])
 
     def observe(self, stage: LoadedStage) -> LoadedStage:

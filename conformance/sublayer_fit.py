@@ -24,7 +24,7 @@ class SublayerFit:
         self._count += rows.shape[1]
 
     def scales(self) -> Iterator[tuple[str, Scale]]:
-        """The scale of each sublayer by name; nothing with too few values for a fit."""
+        """Yield name and scale of each sublayer; nothing with too few values for a fit."""
         if self._count <= 2:
             return
         inverse = np.linalg.pinv(self._products[:2, :2])
@@ -39,5 +39,5 @@ class SublayerFit:
 
 
 def worst_scale(scales: Mapping[str, Scale]) -> tuple[str, Scale]:
-    """Name and scale of the one that exceeds its allowance the most."""
+    """Name and value of the scale that exceeds its allowance the most."""
     return max(scales.items(), key=lambda each: abs(each[1].factor - 1) - each[1].allowed)

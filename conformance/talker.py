@@ -85,7 +85,7 @@ def _replay_voices(engines: Engines, log: ReferenceLog) -> None:
 
 
 def _replay_speaker_network(case: str, fbank: Floats, engines: Engines, log: ReferenceLog) -> None:
-    """The speaker network, an ONNX file of the checkpoint; skipped without onnxruntime."""
+    """Run the speaker network, an ONNX file of the checkpoint; skip it without onnxruntime."""
     name, file = f"{case}.spk_emb_raw", engines.artifact.manifest.speaker_network
     if file is None:
         return
@@ -174,7 +174,7 @@ def _replay_patch(name: str, engines: Engines, speech: SpeechRunner, log: Refere
 
 
 def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: ReferenceLog) -> None:
-    """The generation loop with recorded noise, for all recorded patches."""
+    """Run the generation loop with recorded noise, for all recorded patches."""
     parameters = engines.parameters_of("talker", TalkerParameters)
     embeds = log.input(f"{case}.inputs_embeds")[0].astype(np.float32)
     noise = log.input(f"{case}.y0")[:, 0].astype(np.float32)
@@ -221,14 +221,14 @@ def _replay_loop(case: str, engines: Engines, speech: SpeechRunner, log: Referen
 
 
 def _first(log: ReferenceLog, name: str, count: int, axis: int = 0) -> NDArray[np.generic] | None:
-    """The first `count` rows of a reference along `axis`; None without it."""
+    """Take the first `count` rows of a reference along `axis`; None without the reference."""
     if name not in log:
         return None
     return log.references[name].take(range(count), axis=axis)
 
 
 def _replay_history(case: str, engines: Engines, log: ReferenceLog) -> None:
-    """The latents of a voice before the first patch, from the planner of a server."""
+    """Compare the latents of a voice before the first patch; a server's planner makes them."""
     parameters = engines.find_parameters("talker", TalkerParameters)
     flow = engines.find_parameters("cfm", CfmParameters)
     vae = engines.find_parameters("audio_vae", VaeParameters)
@@ -260,7 +260,7 @@ def _arguments(log: ReferenceLog, case: str, engines: Engines) -> tuple[float, f
 
 
 def _step_noise(log: ReferenceLog, name: str) -> Floats | None:
-    """The recorded noise (steps, 1, p, 64) as (1, steps, p, 64)."""
+    """Transpose recorded noise (steps, 1, p, 64) to (1, steps, p, 64)."""
     if name not in log:
         return None
     return log.input(name).swapaxes(0, 1).astype(np.float32)

@@ -34,7 +34,7 @@ def replay_texts(_: Engines, log: ReferenceLog, document: Mapping[str, Any]) -> 
 
 
 def _replay_spoken(log: ReferenceLog, cases: list[Mapping[str, Any]]) -> None:
-    """The strings that reach the acoustic model: identical segment boundaries, and text identical in most segments."""
+    """Compare the strings that reach the acoustic model: all segment boundaries, and the text of most segments."""
     same = total = 0
     for index, case in enumerate(cases):
         given = case.get("chunks") or case["text"]

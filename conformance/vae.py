@@ -39,7 +39,7 @@ def encode_wave(engines: Engines, wave: Floats, noise: Floats) -> dict[str, Floa
 
 
 def num_frames(engines: Engines, wave: Floats) -> int:
-    """Number of frames of a wave (n,), counting a partial last frame."""
+    """Count the frames of a wave (n,), with a partial last frame."""
     return -(-len(wave) // (_samples_encoded(engines) // _frames_per_latent(engines)))
 
 
@@ -88,7 +88,7 @@ def _replay_decode(engines: Engines, log: ReferenceLog) -> None:
     if not engines.has(*STAGES):
         log.skip("dec.stream", f"speech needs the stages {', '.join(STAGES)}")
         return
-    # As the talker streams the patches of a segment.
+    # The talker streams the patches of a segment like this.
     streamed = SpeechRunner(engines).decode(latents.reshape(-1, latents_per_patch(engines), latents.shape[1]))
     log.tensor("dec.sliding.wav", streamed[None, None], how="streamed in patches")
     if "dec.sliding.wav" in log and log.is_exact:

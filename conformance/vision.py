@@ -51,7 +51,7 @@ def replay_images(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> 
 
 
 def _pixels_of(case: str, log: ReferenceLog) -> str | None:
-    """Name of the pixel rows of a case; a case without any uses the pixels of the same video under another grid."""
+    """Name the pixel rows of a case; a case without any uses the pixels of the same video under another grid."""
     name = f"{case}.pixel_values"
     if name in log:
         return name

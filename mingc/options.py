@@ -1,4 +1,4 @@
-"""Declaration of options: the fields of frozen dataclasses, from which all that concerns an option is derived.
+"""Declaration of options: the fields of frozen dataclasses, from which everything else about an option is derived.
 
 A field declared with `option` carries its name on the command line, unit, range, help and group. The commands, the
 range checks, the arguments of Ray Serve and docs/cli.md read them from there. Standard library only.
@@ -43,7 +43,7 @@ class Unit:
     factors: Mapping[str, float]
 
     def parse(self, text: str) -> float | None:
-        """The number that `128MiB` stands for; None for a text without a unit. Raises: ValueError."""
+        """Return the number that `128MiB` stands for; None for a text without a unit. Raises: ValueError."""
         found = _QUANTITY.fullmatch(text.strip())
         if found is None:
             return None
@@ -53,7 +53,7 @@ class Unit:
         return float(found[1]) * names[found[2].lower()]
 
     def text(self, value: float) -> str:
-        """The value with the largest unit that divides it, such as 128MiB."""
+        """Write the value with the largest unit that divides it, such as 128MiB."""
         if not -math.inf < value < math.inf:
             return str(value)
         for name, factor in self.factors.items():
@@ -105,7 +105,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The name that messages use: that of the command line, else that of the field."""
+        """Name for messages: the option on the command line, or the field."""
         return (self.flag or self.name).partition("/")[0]
 
     @property
@@ -149,7 +149,7 @@ class Option:
         return " and ".join(f"{word} {self.text(bound)}" for word, bound in bounds if bound is not None)
 
     def text(self, value: Any) -> str:
-        """The value as a user would write it."""
+        """Write the value as a user would."""
         if isinstance(value, tuple):
             return ",".join(map(self.text, value))
         if isinstance(value, bool):
@@ -161,7 +161,7 @@ class Option:
         return str(value)
 
     def parse(self, value: Any) -> Any:
-        """The value that a text, or a value of a config file, stands for. Raises: ValueError with the reason."""
+        """Parse a text, or a value of a config file. Raises: ValueError with the reason."""
         if value is None and self.may_be_none:
             return None
         if not self.is_list:
@@ -174,7 +174,7 @@ class Option:
         return tuple(_parsed(each, self.item, self.unit) for each in items)
 
     def problems(self, value: Any) -> list[str]:
-        """What is wrong with a value that is outside of the range: nothing, or one sentence."""
+        """Say in one sentence that a value is outside of the range; empty for a valid value."""
         if value is None or isinstance(value, bool):
             return []
         if self.choices:
@@ -192,7 +192,7 @@ class Option:
 
 
 def _parsed(value: Any, kind: Any, unit: Unit | None) -> Any:
-    """`value` as a bool, int, float, text or path. Raises: ValueError."""
+    """Parse `value` as a bool, int, float, text or path. Raises: ValueError."""
     if kind is bool:
         if str(value).lower() not in _TRUE + _FALSE:
             raise ValueError("not true or false")

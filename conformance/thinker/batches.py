@@ -58,7 +58,7 @@ def step_sizes(batches: Sequence[int]) -> list[int]:
 
 
 def plan_requests(prompts: Sequence[ThinkerPrompt], sizes: Sequence[int]) -> list[list[Request]]:
-    """One batch of requests for each number in `sizes`.
+    """Make one batch of requests for each number in `sizes`.
 
     Requests are beginnings of recorded texts with the tokens that follow, another part of the text for every size.
     Copies of a text are rotated and have other lengths. Empty when no text prompt is long enough.

@@ -93,7 +93,7 @@ def replay_prompts(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) ->
 def _rounding_explanation(
     engines: Engines, parameters: ThinkerParameters, log: ReferenceLog
 ) -> ExplainedByRounding:
-    """A function that tests whether rounding explains a batch's logits. Call it after the rank group has closed."""
+    """Return a function that tests whether rounding explains logits. Call it after the rank group has closed."""
     thinker = functools.cache(lambda: _routed_thinker(engines, parameters, log))
 
     def is_near(value: Floats, reference: Floats) -> bool:
@@ -105,7 +105,7 @@ def _rounding_explanation(
 def _routed_thinker(
     engines: Engines, parameters: ThinkerParameters, log: ReferenceLog
 ) -> ReferenceRoutedThinker:
-    """The thinker of all ranks in this process, with observed routing."""
+    """Load the thinker of all ranks into this process, with observed routing."""
     devices = engines.rank_devices()
     return ReferenceRoutedThinker(
         engines.stage("thinker"),
@@ -218,7 +218,7 @@ def _check_experts(case: str, found: tuple[Ints, Floats] | None, log: ReferenceL
 
 
 def _sorted_experts(ids: NDArray[np.generic], weights: NDArray[np.generic]) -> tuple[Ints, Floats]:
-    """Each token's experts and their weights (…, k), sorted by expert id."""
+    """Sort each token's experts and their weights (…, k) by expert id."""
     order = np.argsort(ids, axis=-1)
     return (
         np.take_along_axis(ids, order, axis=-1).astype(np.int64),

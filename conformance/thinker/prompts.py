@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 def beginning(prompt: ThinkerPrompt, count: int) -> ThinkerPrompt:
-    """The first `count` tokens of a prompt."""
+    """Cut a prompt to its first `count` tokens."""
     embeds, num_media = prompt.media_embeds, int((prompt.media_rows < count).sum())
     return replace(
         prompt,
@@ -34,7 +34,7 @@ def beginning(prompt: ThinkerPrompt, count: int) -> ThinkerPrompt:
 def read_prompts(
     case: str, engines: Engines, log: ReferenceLog, parameters: ThinkerParameters
 ) -> list[ThinkerPrompt]:
-    """The rows of a case without padding; compares the positions and masks that the case records."""
+    """Read the rows of a case without padding; compare the positions and masks that the case records."""
     ids = log.input(f"{case}.input_ids").astype(np.int64)
     mask_name = f"{case}.attention_mask"
     masks = log.input(mask_name).astype(bool) if mask_name in log else np.ones(ids.shape, bool)
@@ -75,7 +75,7 @@ def _text_prompt(tokens: Ints) -> ThinkerPrompt:
 def _media(
     case: str, tokens: Ints, engines: Engines, log: ReferenceLog, parameters: ThinkerParameters
 ) -> tuple[Ints, torch.Tensor | None]:
-    """The kind of each row (T,), and embeddings (M, D) of the rows that are not tokens."""
+    """Return the kind of each row (T,), and embeddings (M, D) of the rows that are not tokens."""
     kinds = np.full(len(tokens), WORD)
     rows = np.zeros((len(tokens), parameters.hidden_size), np.float32)
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
@@ -95,7 +95,7 @@ def _media(
 
 
 def _spans(case: str, tokens: Ints, log: ReferenceLog, parameters: ThinkerParameters) -> list[VisionSpan]:
-    """Each run of patch tokens with its grid in merged tokens; the merge is square and equal for all."""
+    """Find each run of patch tokens, with its grid in merged tokens; the merge is square and equal for all."""
     spans: list[VisionSpan] = []
     for name, token in (("image", parameters.image_patch_token), ("video", parameters.frame_patch_token)):
         if f"{case}.{name}_grid_thw" not in log:

@@ -80,7 +80,7 @@ class RoutingObserver:
         return layers
 
     def observe(self, layer: int, is_routed: bool, run: Run, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`run` the feed-forward of a layer; inputs and outputs start with the residual and its pending update."""
+        """Call `run`, a layer's feed-forward. Inputs and outputs start with the residual and its pending update."""
         outputs = run(tensors)
         count = self._tokens.stop - self._tokens.start
         rows = _residual_stream(outputs)[:count]
@@ -160,7 +160,7 @@ class RoutingObserver:
         rows: Tensor,
         is_reached: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """Which input `rows` (n,), perturbed by rounding error, give an output that `is_reached` accepts, (n,) bool.
+        """Test which of `rows` (n,), perturbed by rounding error, give an output that `is_reached` accepts: (n,) bool.
 
         Args:
             is_reached: maps outputs (m, D) and their source rows (m,) to (m,) bool.
@@ -183,12 +183,12 @@ class RoutingObserver:
         return ~torch.isin(rows, left)
 
     def _perturbed(self, x: Tensor) -> Tensor:
-        """Rows (N, D) with random errors of the size of rounding errors."""
+        """Add random errors of the size of rounding errors to rows (N, D)."""
         return add_relative_noise(x, self._tolerance / 2, self._generator)
 
 
 def _residual_stream(tensors: Sequence[Tensor]) -> Tensor:
-    """The residual with its pending update added, (N, D) float32 on the host."""
+    """Add the pending update to the residual: (N, D) float32 on the host."""
     return tensors[0].float().cpu() + tensors[1].float().cpu()
 
 
@@ -287,7 +287,7 @@ class ObservedStage(LoadedStage):
 def observe_stage(
     first: LoadedStage, others: Sequence[tuple[LoadedStage, torch.device]], observer: RoutingObserver
 ) -> ObservedStage:
-    """The stage of all ranks: `first` is rank 0, `others` are the ranks above with their devices."""
+    """Join the stages of all ranks: `first` is rank 0, `others` are the ranks above with their devices."""
     return ObservedStage(
         first.name, first.graphs, first.weights, observer=observer, others=others, first=first
     )

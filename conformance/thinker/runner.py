@@ -219,7 +219,7 @@ class StepRecorder:
         return np.array([self._find_row(int(page)) for page in pages[:, 0]], np.int64)
 
     def _force(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> torch.Tensor:
-        """`logits` (n, V); with forced tokens zeros, and ones at the tokens that the loop must sample."""
+        """Return `logits` (n, V), or with forced tokens zeros with ones at the tokens that the loop must sample."""
         if self._forced is None or not len(logits):
             return logits
         forced = torch.zeros_like(logits)
@@ -248,7 +248,7 @@ def _reverse(pool: PagePool) -> None:
 
 
 def _owner(pool: PagePool, ids: dict[int, int], page: int) -> int:
-    """The number of the prompt whose first page is `page`."""
+    """Find the number of the prompt whose first page is `page`."""
     return next(row for row, request in ids.items() if page in pool.pages(request)[:1])
 
 
@@ -257,7 +257,7 @@ def _emit(items: queue.Queue[tuple[int, Item]], row: int, item: Item) -> None:
 
 
 def _collect(items: queue.Queue[tuple[int, Item]], num_requests: int) -> list[list[TokenItem]]:
-    """The tokens of every request. Raises: the error of a request that failed, or WorkerError after `_LIMIT_S`."""
+    """Wait for the tokens of every request. Raises: the error of a failed request, or WorkerError after `_LIMIT_S`."""
     answers: list[list[TokenItem]] = [[] for _ in range(num_requests)]
     num_running = num_requests
     while num_running:

@@ -15,7 +15,7 @@ from mingc.artifacts.manifest import FILE_NAME, Manifest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileChange:
-    """One file that is not the same in both."""
+    """One file that differs."""
 
     file: str
     change: str  # added, removed, changed
@@ -25,7 +25,7 @@ class FileChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffReport:
-    """`transfer_bytes` are those of files that the first does not have under any name: what an upgrade has to bring."""
+    """`transfer_bytes`: size of the files that `first` has under no name, so that an upgrade must transfer them."""
 
     first: Path
     second: Path
@@ -66,7 +66,7 @@ def diff(first: Path, second: Path) -> DiffReport:
 
 
 def _read(path: Path) -> tuple[Manifest, Mapping[str, tuple[int, str]]]:
-    """The manifest, and size and sha256 of every file of the artifact and of what a bundle adds to it."""
+    """Read the manifest, and size and sha256 of every file, including files that a bundle adds."""
     artifact = open_unchecked(path)
     files = {name: (record.size_bytes, record.sha256) for name, record in artifact.manifest.files.items()}
     table = None
@@ -78,13 +78,14 @@ def _read(path: Path) -> tuple[Manifest, Mapping[str, tuple[int, str]]]:
         files |= {
             name: (record.size_bytes, record.sha256)
             for name, record in table.files.items()
-            if name != FILE_NAME  # it differs by seconds of compiling; `settings` has what matters
+            if name
+            != FILE_NAME  # it records compile times, which always differ; `settings` compares the rest
         }
     return artifact.manifest, files
 
 
 def _settings(before: Manifest, after: Manifest) -> list[str]:
-    """One line for each value of the manifest that differs and is no file."""
+    """Describe every manifest value that differs, in one line each. Files are left out."""
     lines = []
     for name, old, new in (
         ("model", before.model, after.model),

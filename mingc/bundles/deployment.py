@@ -40,9 +40,7 @@ def deployment_files(
     """
     files: dict[str, Path | bytes] = {
         "start.sh": _template("start.sh").encode(),
-        "mingc.service": Template(_template("mingc.service"))
-        .substitute(model=manifest.model.replace("%", "%%"))
-        .encode(),
+        "mingc.service": _unit(manifest.model).encode(),
         "Containerfile": _containerfile(manifest, wheels).encode(),
     }
     if model_licence is not None:
@@ -68,7 +66,7 @@ def _unit(model: str) -> str:
 
 
 def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
-    """The Containerfile; where wheels are missing it says what to put where."""
+    """Write the Containerfile. Its comments list wheels that the user must add."""
     extras = runtime_extras(manifest)
     if wheels is None:
         absent = [f"'mingc[{','.join(extras)}]' and all that it depends on"]
@@ -90,7 +88,7 @@ def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
 
 
 def _python(wheels: Path | None) -> str | None:
-    """The release of Python that a wheel of torch is for; None where no name says it."""
+    """Python release of the torch wheels; None when their names state none, or several."""
     tags = [path.stem.split("-")[2:3] for path in _wheel_files(wheels) if _is_torch(path)] if wheels else []
     found = {match[1] for tag in tags for each in tag if (match := re.fullmatch(r"cp3(\d+)", each))}
     return f"3.{found.pop()}" if len(found) == 1 else None
@@ -105,14 +103,14 @@ def _wheel_files(folder: Path) -> list[Path]:
 
 
 def _wheel_names(folder: Path) -> set[str]:
-    """Names of the distributions in a folder of wheels, as package indexes spell them."""
+    """List the distributions in a folder of wheels, as package indexes spell their names."""
     return {path.name.split("-")[0].replace("_", "-").lower() for path in _wheel_files(folder)}
 
 
 def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mapping[str, Path]:
     found, names = _wheel_files(folder), _wheel_names(folder)
     extras = runtime_extras(manifest)
-    # NVIDIA's libraries are not required: its licence may forbid to pass them on.
+    # NVIDIA's libraries are not required: its licence may forbid passing them on.
     needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
     lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
     if lacking:
@@ -153,7 +151,7 @@ def _check_torch(wheels: Sequence[Path], manifest: Manifest) -> None:
 
 
 def _licences(extras: Sequence[str]) -> dict[str, Path | bytes]:
-    """The licence files of mingc and of every distribution that serving needs, as they are installed here."""
+    """Find the installed licence files of mingc and of every distribution that serving needs."""
     files: dict[str, Path | bytes] = {}
     for name in distributions(extras):
         distribution = importlib.metadata.distribution(name)

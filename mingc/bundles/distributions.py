@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mingc
 from mingc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +22,33 @@ def requirements(name: str, extras: Iterable[str] = ()) -> list[Requirement]:
 
     Raises: PackageNotFoundError.
     """
+    environments = [{"extra": extra} for extra in ("", *extras)]
+    return [
+        each
+        for each in _parsed(importlib.metadata.requires(name) or ())
+        if each.marker is None or any(map(each.marker.evaluate, environments))
+    ]
+
+
+def own_requirements(extra: str = "") -> list[Requirement]:
+    """Direct requirements of mingc with `extra`, the first one on Python itself. When mingc runs from its sources they
+    are read from pyproject.toml beside the package.
+
+    Raises: ConfigError with neither metadata nor pyproject.toml.
+    """
+    try:
+        python = importlib.metadata.metadata(OWN)["Requires-Python"]
+        return [*_parsed([f"python{python}"]), *requirements(OWN, (extra,))]
+    except importlib.metadata.PackageNotFoundError:
+        file = Path(mingc.__file__).parents[1] / "pyproject.toml"
+        if not file.is_file():
+            raise not_installed() from None
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    of_extra = project["optional-dependencies"][extra] if extra else ()
+    return _parsed([f"python{project['requires-python']}", *project["dependencies"], *of_extra])
+
+
+def _parsed(lines: Iterable[str]) -> list[Requirement]:
     try:
         from packaging.requirements import Requirement
     except ImportError as error:
@@ -27,9 +57,7 @@ def requirements(name: str, extras: Iterable[str] = ()) -> list[Requirement]:
             where="python environment",
             fix="pip install packaging",
         ) from error
-    listed = map(Requirement, importlib.metadata.requires(name) or ())
-    environments = [{"extra": extra} for extra in ("", *extras)]
-    return [each for each in listed if each.marker is None or any(map(each.marker.evaluate, environments))]
+    return [*map(Requirement, lines)]
 
 
 def distributions(extras: Iterable[str]) -> list[str]:

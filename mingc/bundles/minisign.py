@@ -30,7 +30,7 @@ _MAX_SCRYPT_BYTES = (2 << 30) - 1
 
 @dataclass(frozen=True, slots=True)
 class PublicKey:
-    """`key_id` is the number by which minisign names the key; it proves nothing."""
+    """minisign shows `key_id` as the name of the key; it proves nothing."""
 
     id_bytes: bytes
     key: Ed25519PublicKey
@@ -47,7 +47,7 @@ class SecretKey:
 
 
 def read_public_key(given: str) -> PublicKey:
-    """The key in the file `given`, or `given` itself: the 56 characters that minisign prints. Raises: ConfigError."""
+    """Read the key from the file `given`, or from the 56 characters that minisign prints. Raises: ConfigError."""
     ed25519 = _ed25519()
     path = Path(given)
     try:
@@ -104,7 +104,7 @@ def new_keys(secret: Path, public: Path) -> str:
     check = hashlib.blake2b(_KEY + id_bytes + seed + raw, digest_size=32).digest()
     content = _SECRET.pack(_KEY, b"\0\0", b"B2", bytes(32), 0, 0, id_bytes + seed + raw + check)
     key_id = PublicKey(id_bytes, key.public_key()).key_id
-    if os.path.lexists(public):  # or a secret key without its public one would be left
+    if os.path.lexists(public):  # otherwise a secret key without its public key would remain
         raise ConfigError(
             f"{public} exists", where=str(secret), fix="pass a path where no key is yet, or move it away"
         )
@@ -124,7 +124,7 @@ def new_keys(secret: Path, public: Path) -> str:
 
 
 def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
-    """The signature file of `content`. `comment`, one line, is signed as well."""
+    """Make the signature file of `content`. The signature covers `comment`, one line, as well."""
     signature = key.key.sign(hashlib.blake2b(content).digest())
     whole = key.key.sign(signature + comment.encode())
     lines = (
@@ -137,7 +137,7 @@ def sign(content: bytes, key: SecretKey, comment: str) -> bytes:
 
 
 def check(content: bytes, signature: bytes, key: PublicKey, where: str) -> str:
-    """The trusted comment of a valid signature. Raises: SignatureError."""
+    """Check a signature. Returns its trusted comment. Raises: SignatureError."""
     from cryptography.exceptions import InvalidSignature
 
     fix = "get the bundle and the public key again from where they were published"
@@ -181,7 +181,7 @@ def _scrypt(path: Path, salt: bytes, operations: int, memory: int) -> bytes:
         raise ConfigError(
             "the secret key has a password", where=str(path), fix=f"set {PASSWORD_VARIABLE} to it"
         )
-    # As libsodium picks the parameters (crypto_pwhash_scryptsalsa208sha256): r is 8.
+    # libsodium chooses parameters like this (crypto_pwhash_scryptsalsa208sha256); r is 8.
     operations = max(operations, 32768)
     if operations < memory // 32:
         n = 1 << max(1, (operations // 32).bit_length() - 1)
@@ -195,7 +195,7 @@ def _scrypt(path: Path, salt: bytes, operations: int, memory: int) -> bytes:
 
 
 def _ed25519() -> Any:
-    """The module of an optional library."""
+    """Import the module of an optional library. Raises: ConfigError."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:

@@ -101,7 +101,9 @@ def pack(
             )
             _finish(descriptor, placed, bundle, None)
             os.fsync(descriptor)
-            check_replaceable_bundle(output, replace_existing=replace_existing)  # it may be there since
+            check_replaceable_bundle(
+                output, replace_existing=replace_existing
+            )  # another command may have written it
             partial_path(output).replace(output)
     seconds = time.perf_counter() - started
     size = output.stat().st_size
@@ -116,7 +118,7 @@ def pack(
 
 
 def partial_path(output: Path) -> Path:
-    """The file under construction."""
+    """Path of the unfinished file."""
     return output.with_name(f".{output.name}.partial")
 
 
@@ -151,7 +153,7 @@ def _sources(artifact: Artifact, extras: Mapping[str, Path | bytes]) -> dict[str
     own |= {EXTRAS + name: content for name, content in extras.items()}
     for name, content in own.items():
         if name in sources:
-            raise ConfigError(f"the artifact has a file {name} of its own", where=str(artifact.root))
+            raise ConfigError(f"the artifact already contains a file {name}", where=str(artifact.root))
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         digest = hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else None
         sources[name] = _Source(content, size, digest)
@@ -168,7 +170,7 @@ def _key(sources: Mapping[str, _Source]) -> str:
 
 
 class _Journal:
-    """The finished files of a partial bundle, one JSON line each after the line with the key."""
+    """Journal of a partial bundle: a line with the key, then one JSON line for each finished file."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.files: dict[str, BundleFile] = {}
@@ -185,7 +187,7 @@ class _Journal:
         for line in lines[1:]:
             try:
                 record = json.loads(line)
-            except ValueError:  # a full disk cut a line off, and another one was added to it
+            except ValueError:  # a full disk cut this line off, and the next one was appended to it
                 continue
             name = record.pop("name")
             self.files[name] = BundleFile(**record)
@@ -205,7 +207,7 @@ class _Journal:
 
 @contextmanager
 def _partial(output: Path, key: str) -> Iterator[tuple[int, _Journal]]:
-    """The file under construction, locked, and its journal.
+    """Open and lock the unfinished file and its journal.
 
     Both are kept when the block fails, so that packing can continue.
     """
@@ -235,10 +237,8 @@ def _copy(descriptor: int, place: Placed, source: _Source, stop: Stop) -> Bundle
             break
         digest.update(chunk)
         crc = zlib.crc32(chunk, crc)
-        view = memoryview(chunk)
-        while view:
-            written = os.pwrite(descriptor, view, at)
-            view, at = view[written:], at + written
+        _write_all(descriptor, chunk, at)
+        at += len(chunk)
     if at != place.end or source.sha256 not in (None, digest.hexdigest()):
         raise IntegrityError(
             f"{place.name}: sha256 differs from the manifest"

@@ -50,7 +50,7 @@ def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> Pru
         for path in sorted(copies.iterdir()):
             if _is_locked(path):  # a server copies into it
                 continue
-            with suppress(FileNotFoundError):  # it has got its name meanwhile
+            with suppress(FileNotFoundError):  # the server that copied it has renamed it
                 size = path.stat().st_size
                 if not is_dry:
                     path.unlink()
@@ -60,7 +60,7 @@ def prune(folder: Path, *, is_dry: bool = False, has_cache: bool = False) -> Pru
 
 
 def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str], int]:
-    """Names that are removed, or would be, and their bytes."""
+    """Remove what no bundle uses. Returns the names and their bytes; a dry run only lists them."""
     removed: list[str] = []
     freed = 0
     for path in sorted(folder.iterdir()):
@@ -70,7 +70,7 @@ def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str]
             if not is_dry:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(store.iterdir()) if store is not None else ():
-        with suppress(FileNotFoundError):  # beside an unpack, in a dry run
+        with suppress(FileNotFoundError):  # a dry run takes no lock, so an unpack may rename it
             status = path.stat()
             if status.st_nlink == 1:
                 freed += status.st_size
@@ -81,7 +81,7 @@ def _prune(folder: Path, store: Path | None, *, is_dry: bool) -> tuple[list[str]
 
 
 def _is_left(path: Path) -> bool:
-    """Whether an interrupted command left it; a replaced bundle stays until its replacement exists."""
+    """Whether an interrupted command left the file. A replaced bundle stays until its replacement exists."""
     replaced = _REPLACED.fullmatch(path.name)
     return _LEFT.fullmatch(path.name) is not None or (
         replaced is not None and path.with_name(replaced[1]).exists()
@@ -89,7 +89,7 @@ def _is_left(path: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process writes it; a journal is of the partial file beside it."""
+    """Whether a process is writing it. A journal counts as locked when the partial file beside it is."""
     owner = path.with_name(path.name.removesuffix(".journal"))
     try:
         descriptor = os.open(owner, os.O_RDONLY | os.O_NOFOLLOW)

@@ -1,6 +1,6 @@
 """Software bill of materials of a bundle, in CycloneDX 1.6.
 
-It has no time and no random number: the same artifact gives the same document.
+It contains no timestamp and no random number, so the same artifact gives the same document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "te
 
 
 def runtime_extras(manifest: Manifest) -> tuple[str, ...]:
-    """The extras of mingc that serving the artifact needs."""
+    """List the extras of mingc that serving the artifact needs."""
     backends = {
         engine.backend
         for stage in manifest.stages.values()
@@ -37,7 +37,7 @@ def runtime_extras(manifest: Manifest) -> tuple[str, ...]:
 
 
 def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
-    """The document: the model, its files with their SHA-256, and the Python distributions that serve it.
+    """Describe the model, its files with their SHA-256, and the Python distributions that serve it.
 
     Raises: ConfigError without the library that writes it.
     """
@@ -85,7 +85,7 @@ def sbom(manifest: Manifest, *, has_model_licence: bool) -> bytes:
 
 
 def _library(name: str) -> Component:
-    """An installed distribution, with its licence as it states it: expression, first line, or classifier."""
+    """Describe an installed distribution. Its licence is the expression, first line or classifier that it states."""
     from cyclonedx.contrib.license.factories import LicenseFactory
     from cyclonedx.model.component import Component
     from packageurl import PackageURL

@@ -57,7 +57,7 @@ class _Opened:
 
 
 def generate_keys(secret: Path) -> KeysReport:
-    """A new pair of keys: `secret`, and next to it the public key with the suffix .pub."""
+    """Write a new pair of keys: `secret`, and next to it the public key with the suffix .pub."""
     public = secret.with_name(f"{secret.stem if secret.suffix == '.key' else secret.name}.pub")
     return KeysReport(key_id=minisign.new_keys(secret, public), secret_key=secret, public_key=public)
 
@@ -143,7 +143,7 @@ def _open(path: Path) -> _Opened:
             if path.exists()
             else f"{path} does not exist",
             where=str(path),
-            fix="pass a file that mingc bundle pack wrote, or the folder that mingc bundle unpack made of it",
+            fix="pass a file that mingc bundle pack wrote, or a folder that mingc bundle unpack wrote",
         ) from None
     bundle = parse_bundle_manifest(content, str(path / BUNDLE_FILE))
     signature = path / SIGNATURE_FILE

@@ -1,4 +1,4 @@
-"""Shared by pack and unpack: exclusive use of a path under construction, threads, and timing."""
+"""What pack and unpack share: locks on unfinished files, threads, and checks of the disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
                 fix="wait until it has ended, or pass another path",
             ) from None
         except OSError:
-            pass  # a file system without locks: two writers at once are the user's to avoid
+            pass  # a file system without locks: users must not start two writers
         yield
     finally:
         os.close(descriptor)
@@ -58,8 +58,8 @@ def locked(descriptor: int, what: Path) -> Iterator[None]:
 def open_own(path: Path, flags: int) -> int:
     """Open what an interrupted run may have left at `path`, or create it. Returns a descriptor.
 
-    In a shared folder any user can make such a name. Raises: ConfigError unless it is a file or folder of this user
-    that no other may write to.
+    Any user can create this name in a shared folder. Raises: ConfigError unless this user owns the file or folder and
+    nobody else may write to it.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o644)
@@ -81,7 +81,7 @@ class StoppedError(Exception):
 
 
 def run_all(items: Sequence[_Item], work: Callable[[_Item, Stop], None]) -> None:
-    """`work` on every item, by threads, in order. The first failure, or a signal, stops the others and is raised."""
+    """Run `work` on every item in threads, started in order. The first failure or signal stops all and is raised."""
     stopped = threading.Event()
 
     def stop() -> None:
@@ -112,24 +112,24 @@ def check_free(folder: Path, needed: int) -> None:
         )
 
 
-def make_parent(path: Path, option: str = "OUTPUT") -> None:
-    """Make the folder that `path` is to be written to.
+def make_parent(path: Path) -> None:
+    """Create the folder of `path`.
 
-    Raises: ConfigError when there is a file in its place or it cannot be created; other OSErrors.
+    Raises: ConfigError when a file has its name or it cannot be created; other OSErrors.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         raise ConfigError(
             f"{path.parent} is no folder and cannot be made: {error.strerror}",
-            where=option,
+            where="OUTPUT",
             fix="pass another path",
         ) from error
 
 
 @contextmanager
 def writing(what: Path) -> Iterator[None]:
-    """Reports a full or read-only disk as ArtifactError."""
+    """Report a full or read-only disk as ArtifactError."""
     try:
         yield
     except OSError as error:

@@ -30,7 +30,7 @@ from mingc.errors import ConfigError, IntegrityError
 STORE = ".mingc-files"
 WORK_SUFFIX = ".unpack"
 _STATE = ".unpack-state"
-_FILES = "files"  # beside the state, so that the state is there until the folder has its name
+_FILES = "files"  # beside the state, which must not move into the finished folder
 _HALF = ".half"
 SHARED_FROM_BYTES = 1 << 20  # smaller files are not worth a link
 
@@ -140,7 +140,7 @@ class FileStore:
 
 
 class _Unpack:
-    """One run."""
+    """One unpack, whose files several threads write."""
 
     def __init__(
         self, packed: PackedFile, files: Path, store: FileStore | None, log: Callable[[str], None]
@@ -154,7 +154,7 @@ class _Unpack:
         self.shared = 0
 
     def file(self, name: str, stop: Stop) -> None:
-        """Write one file, or find it."""
+        """Write one file, unless an interrupted run or the store already has it."""
         target, region, record = self._files / name, self._packed.files[name], self._packed.bundle.files[name]
         if target.exists():  # renamed after its hash was compared
             self._count(resumed=record.size_bytes)
@@ -250,7 +250,7 @@ def _complete(region: FileRegion, half: Path, stop: Stop) -> tuple[str, int]:
 
 @contextmanager
 def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
-    """The folder of the files under construction, in a locked one that also has their state.
+    """Make the folder of unfinished files. It lies in a locked folder, together with the state of the run.
 
     Kept when the block fails, so that unpacking the same bundle can continue; removed after the final rename.
     """
@@ -281,7 +281,7 @@ def _work_folder(folder: Path, packed: PackedFile) -> Iterator[Path]:
 
 @contextmanager
 def _store(parent: Path, notes: list[str], *, is_shared: bool) -> Iterator[FileStore | None]:
-    """The store of `parent`, locked against `prune`; None and a note if it cannot be trusted."""
+    """Lock the store of `parent` against `prune`. Yields None, and adds a note, if other users may change it."""
     if not is_shared:
         yield None
         return
@@ -302,9 +302,9 @@ def _store(parent: Path, notes: list[str], *, is_shared: bool) -> Iterator[FileS
 
 @contextmanager
 def store_lock(folder: Path, *, exclusive: bool) -> Iterator[int]:
-    """Hold the lock of a store: shared by those that add links, exclusive for the one that removes files.
+    """Lock a store: shared to add links, exclusive to remove files.
 
-    Yields the open folder. Raises: ConfigError when it is to be exclusive and a process holds it.
+    Yields the open folder. Raises: ConfigError when an exclusive lock is not free.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -63,7 +63,7 @@ def pack_command(
     """Write the folder ARTIFACT to the one file OUTPUT.
 
     Files are stored uncompressed at multiples of 4,096 bytes, and `mingc serve OUTPUT` maps weights inside the file. A
-    start script, a systemd unit, a Containerfile for each target, licences and an SBOM are added below bundle/. To
+    start script, a systemd unit, a Containerfile, licences and an SBOM are added below bundle/. To
     continue an interrupted pack, run the same command again.
     """
     from mingc.artifacts.artifact import open_unchecked

@@ -43,7 +43,7 @@ _LOGS = [
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
-        help="Lowest level that is logged; access lines are info, those of health probes debug.",
+        help="Lowest level that is logged; access lines are info, access lines of health probes debug.",
     ),
     option(
         "--log-format",

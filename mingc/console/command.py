@@ -1,4 +1,4 @@
-"""What every command of the command line is made of: help in groups, options from declarations, `--json`, `--debug`."""
+"""Parts of every command: help in groups, options from declarations, `--json` and `--debug`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mingc.options import REQUIRED, Option, options_of, parse, refuse
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
-# Stand for a blank and a hyphen where no line may end.
+# Stand-ins for a blank and a hyphen at which a line must not end.
 _KEPT = {" ": "\u00a0", "-": "\u2011"}
 _NOTE = re.compile(r"\[[^\[\]]+\]$")  # such as [default: 128MiB]
 
@@ -54,7 +54,7 @@ class HelpFormatter(cloup.HelpFormatter):
 
 
 def _kept(text: str, width: int) -> str:
-    """`text` with marks in place of the blanks and hyphens that must not end a line of `width`."""
+    """Replace the blanks and hyphens of `text` that must not end a line of `width` by marks."""
     note = _NOTE.search(text)
     if note is not None and len(note[0]) <= width:
         text = text[: note.start()] + note[0].replace(" ", _KEPT[" "])
@@ -80,7 +80,7 @@ class _Option(cloup.Option):
 
 
 def option(*names: str, **settings: Any) -> Decorator:
-    """An option of a command that no dataclass declares."""
+    """Add an option that no dataclass declares."""
     return cloup.option(*names, cls=_Option, **settings)
 
 
@@ -136,7 +136,7 @@ def declared(
 
 
 def _click_option(declaration: Option, default: Any) -> Decorator:
-    """The option of click, whose value is the text that was given; `given` parses it."""
+    """Make the option of click. Its value is the text that was given; `given` parses it."""
     assert declaration.flag is not None
     if declaration.kind is bool:
         return option(

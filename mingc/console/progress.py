@@ -66,7 +66,7 @@ def progress(title: str) -> Iterator[Progress]:
 
 
 def _shown(running: Sequence[str]) -> str:
-    """The step that has run longest, and how many others are running."""
+    """Name the step that has run longest, and count the others."""
     if not running:
         return ""
     return running[0] if len(running) == 1 else f"{running[0]} (+{len(running) - 1})"
@@ -97,7 +97,7 @@ class _Clock:
         self._started = time.monotonic()
 
     def left(self, done: int, total: int) -> str:
-        """`about 4 min left`, or nothing while too little is done or left."""
+        """Return `about 4 min left`, or nothing while too little is done or left."""
         if not _FIRST_ESTIMATE <= done < total:
             return ""
         minutes = (time.monotonic() - self._started) / done * (total - done) / 60

@@ -95,7 +95,7 @@ def to_json(result: object) -> str:
 
 
 def _wrapped(text: str, indent: str, width: int | None) -> str:
-    """`text` in lines of `width` that end between words, later ones after `indent`; None: as it is."""
+    """Wrap `text` between words to lines of `width`, and indent all but the first; None: unchanged."""
     if width is None:
         return text
     if len(indent) + max(map(len, text.split()), default=0) > width:
@@ -118,7 +118,7 @@ def _console(stream: IO[str]) -> Console:
 
 
 def _split(result: object) -> tuple[list[tuple[str, str]], list[tuple[str, list[dict[str, Any]]]]]:
-    """The scalar lines and the tables of a result, in field order."""
+    """Split a result into scalar lines and tables, in field order."""
     assert dataclasses.is_dataclass(result) and not isinstance(result, type)
     lines: list[tuple[str, str]] = []
     tables: list[tuple[str, list[dict[str, Any]]]] = []
@@ -221,7 +221,7 @@ def _print_part(
 
 
 def _words(name: str) -> str:
-    """The words of a field's name; a size is shown with its unit, so its name does not say `bytes`."""
+    """Turn a field's name into words. A size is shown with its unit, so its name does not say `bytes`."""
     words = [word for word in name.split("_") if word != "num" or not _is_size(name)]
     has_noun = "size" in words
     return " ".join("size" if word == "bytes" else word for word in words if word != "bytes" or not has_noun)
@@ -232,7 +232,7 @@ def _is_size(name: str) -> bool:
 
 
 def _text(value: object, name: str = "") -> str:
-    """The value of the field `name` for people: three significant digits for small or large floats, no quotes."""
+    """Write the value of the field `name` for people: no quotes, three digits for small or large floats."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -35,15 +35,12 @@ _TEXT = "Hello."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColdStart:
-    """One start of a server. The phases add up to the time from the creation of the process to the open port.
-
-    `disk_bytes` were read from a disk until then, not from the page cache; None if unknown. If there are no phases, it
-    was not run; `notes` say why.
+    """One start of a server. The phases add up to the time from the creation of the process to the open port; without
+    phases it was not run, and `notes` say why.
     """
 
     phases: tuple[StartPhase, ...] = ()
     first_requests: tuple[FirstRequest, ...] = ()
-    disk_bytes: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -76,13 +73,12 @@ def measure_cold_start(
     return ColdStart(
         phases=phases(document["startup_s"], ready_s),
         first_requests=tuple(first_requests),
-        disk_bytes=disk_bytes,
         notes=tuple(notes),
     )
 
 
 def phases(startup_s: Mapping[str, float], ready_s: float) -> tuple[StartPhase, ...]:
-    """The phases of a server's clock, after the time until that clock began: `ready_s` is the sum of all."""
+    """Put the time before the server's clock began in front of its phases: `ready_s` is the sum of all."""
     before_s = max(0.0, ready_s - sum(startup_s.values()))
     rows: list[StartPhase] = []
     for name, seconds in {INTERPRETER: before_s, **startup_s}.items():
@@ -121,7 +117,7 @@ def _server(
 
 
 def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]) -> dict[str, Any]:
-    """The line that the server prints when its port is open."""
+    """Read the line that the server prints when its port is open."""
     ready, _, _ = select.select([stdout], [], [], _START_TIMEOUT_S)
     line = stdout.readline() if ready else b""
     try:
@@ -130,7 +126,7 @@ def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]
             raise ValueError("no address")
     except ValueError:
         if ready:
-            with suppress(subprocess.TimeoutExpired):  # it is ended with its process
+            with suppress(subprocess.TimeoutExpired):  # `_server` stops it
                 child.wait(_STOP_TIMEOUT_S)
         log.seek(0)
         written = log.read().decode(errors="replace")
@@ -145,6 +141,7 @@ def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]
 
 
 def _disk_bytes(pid: int) -> int | None:
+    """Bytes that a process has read from a disk, not from the page cache; None if unknown."""
     try:
         text = Path(f"/proc/{pid}/io").read_text(encoding="ascii")
     except OSError:
@@ -176,14 +173,14 @@ def _first_requests(url: str) -> Iterator[FirstRequest]:
 
 
 def _request(url: str, body: Mapping[str, Any] | None) -> bytes:
-    """The body of the answer. The address is local, so proxy settings of the environment are ignored."""
+    """Return the body of the answer. The address is local, so proxy settings of the environment are ignored."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_ANSWER_TIMEOUT_S) as response:
             answer: bytes = response.read()
-    except (OSError, http.client.HTTPException) as error:  # also of a server that ends meanwhile
+    except (OSError, http.client.HTTPException) as error:  # also when the server exits during the request
         detail = ""
         if isinstance(error, urllib.error.HTTPError):
             with suppress(OSError, http.client.HTTPException):

@@ -34,8 +34,8 @@ def time_engines(
     CUDA engines are captured, as a server runs them.
 
     Args:
-        engines: backend and file of each.
-        weights: the weights file; those of the first layer instance are used.
+        engines: pairs of backend and file.
+        weights: the weights file, of which the first layer instance is used.
         calls: inputs and state by name.
     """
     place = torch.device(device)
@@ -68,7 +68,7 @@ def _runner(engine: Engine, arguments: list[torch.Tensor], pool: GraphPool | Non
     try:
         return pool.capture(run, "trial")[0].replay
     except RuntimeError:
-        # It synchronizes: a server runs it without a graph, too. Full memory is a WorkerError.
+        # The engine synchronizes, so a server runs it without a graph as well. Full memory raises WorkerError.
         return run
 
 

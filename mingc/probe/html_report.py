@@ -50,14 +50,14 @@ def write_html(report: ProbeReport, path: Path) -> None:
 
 
 def page(report: ProbeReport) -> str:
-    """The HTML document."""
+    """Write the HTML document."""
     template = resources.files("mingc.probe").joinpath("report.html").read_text(encoding="utf-8")
     figures = json.dumps(_finite(encode(report)), indent=1, allow_nan=False)
     return template.replace(_MARK, html.escape(figures))
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for figures that JSON cannot express."""
+    """Replace figures that JSON cannot express by null."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

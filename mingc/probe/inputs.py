@@ -1,4 +1,4 @@
-"""Valid inputs and state for any engine, like those of a busy server, from the tensor names of its graph.
+"""Valid inputs and state for any engine, derived from the tensor names of its graph: a server under load.
 
 Floats are random; the name of an integer input gives its meaning. Every request already holds `context` tokens, or as
 many as its slot or pages take, in its own slot or pages.
@@ -134,7 +134,7 @@ def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> flo
 
 
 def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of `tensor` with numbers for its dims."""
+    """Return the shape of `tensor` with numbers for its dims."""
     return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
 
@@ -154,7 +154,7 @@ def _position_index(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
-    """One segment for all: prompt index per token of a chunk (T,), or patch range of the image per patch (M, G, 2)."""
+    """Put all into one segment: prompt index per token of a chunk (T,), or patch range per patch (M, G, 2)."""
     if len(shape) == 1:
         return torch.zeros(shape)
     return torch.tensor([0, math.prod(shape[:-1])]).expand(shape)
@@ -193,7 +193,7 @@ def _page_table(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
-    """Rows with every sampling parameter and evenly spaced uniform numbers, without bans.
+    """Fill rows with every sampling parameter and evenly spaced uniform numbers, without bans.
 
     Columns: `docs/internals/kernels.md`.
     """

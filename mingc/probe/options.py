@@ -49,7 +49,7 @@ class ProbeOptions:
     )  # fmt: skip
     beside: Path | None = option(
         None, "--beside", group=_COMPARISON, metavar="ARTIFACT",
-        help="Another artifact of the same model, whose engines are timed alternately with those of ARTIFACT.",
+        help="Another artifact of the same model: time its engines and the engines of ARTIFACT alternately.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -54,7 +54,7 @@ _NOTES = {
 }
 
 
-# Figures of an engine; its cost with the bytes of its inputs and outputs, if the export counted it.
+# Figures of an engine; its cost and the bytes of its inputs and outputs, if the export counted the cost.
 _Row = tuple[EngineFigures, tuple[EngineCost, int] | None]
 
 
@@ -77,7 +77,7 @@ class _Target:
         return self.sizes.get("T", 1)
 
     def held(self, context: int) -> int:
-        """The part of `context` tokens that fits into a request in addition to the new ones."""
+        """Return how many of `context` tokens fit into a request beside the new ones."""
         return int(min(context, self.room - self.new_tokens))
 
     def title(self, context: int) -> str:
@@ -112,7 +112,7 @@ def probe(
         check_patch_embed(artifact)
     if baseline is not None:
         check_common(baseline.engines, [each.title(options.context) for each in targets])
-    # First, as the server needs the memory of the device for itself.
+    # The server starts first, because it needs the whole memory of the device.
     start = ColdStart()
     if options.has_cold_start:
         start = measure_cold_start(path, progress)
@@ -196,7 +196,7 @@ def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tupl
 
 
 def same_backends(pairs: Sequence[EnginePair]) -> str | None:
-    """A note on pairs with the same backend, which do not compare backends; None if there is none."""
+    """Note pairs with the same backend, which do not compare backends; None if there is none."""
     same = [pair for pair in pairs if pair.backend == pair.other_backend]
     if not same:
         return None
@@ -208,7 +208,7 @@ def same_backends(pairs: Sequence[EnginePair]) -> str | None:
 
 
 def _open_beside(artifact: Artifact, path: Path) -> Artifact:
-    """The artifact of `beside`.
+    """Open the artifact of `--beside`.
 
     Raises: ConfigError when it is for another device, model or dtype; ArtifactError when its engines cannot be loaded.
     """
@@ -245,7 +245,7 @@ def _common_targets(targets: Sequence[_Target], other: Artifact, options: ProbeO
 
 
 def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
-    """The targets that `options` choose. Raises: ConfigError for a name or batch size that the artifact lacks."""
+    """Choose targets by `options`. Raises: ConfigError for a name or batch size that the artifact lacks."""
     targets = list(_targets(artifact))
     known = sorted({each.stage for each in targets} | {each.name for each in targets})
     unknown = [name for name in options.engines or () if name not in known]
@@ -270,7 +270,7 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
 
 
 def _targets(artifact: Artifact) -> Iterator[_Target]:
-    """Every static engine at its size, and every dynamic engine at each combination of buckets that fits a request."""
+    """Yield static engines at their size, and dynamic ones at every combination of buckets that fits a request."""
     for stage, record in artifact.manifest.stages.items():
         for graph in record.graphs.values():
             for engine in graph.engines:
@@ -306,7 +306,7 @@ class _Run:
         return self._stopwatch.peak_rates(torch_dtype(self._artifact.manifest.fingerprint.dtype))
 
     def load(self, artifact: Artifact, name: str) -> LoadedStage:
-        """The engines of a stage, each with its first instance of weights."""
+        """Load the engines of a stage, each with its first instance of weights."""
         manifest = artifact.manifest
         ranks = manifest.fingerprint.world_size
         if manifest.stages[name].is_sharded and ranks > 1:
@@ -320,7 +320,7 @@ class _Run:
         return compare_patch_embed(self._artifact, self._stopwatch, self._progress, self.notes)
 
     def time(self, artifact: Artifact, target: _Target, loaded: LoadedStage) -> _Row:
-        """Figures and cost of `target`, an engine of `loaded`."""
+        """Time `target`, an engine of `loaded`."""
         self._progress(f"{title(target.name, target.sizes)} ({target.engine.backend})")
         case = ProbeCase(
             stage=target.stage,
@@ -382,7 +382,7 @@ class _Run:
     def _capture(
         self, run: Callable[[], tuple[torch.Tensor, ...]], name: str, pool: GraphPool
     ) -> Callable[[], None] | None:
-        """A graph replay of `run`; None with a note when it synchronizes and cannot be captured."""
+        """Capture `run` as a graph; None with a note when it synchronizes and cannot be captured."""
         try:
             graph, _ = pool.capture(run, name)
         except RuntimeError as error:

@@ -39,10 +39,10 @@ class PeakRates:
         return max(self.copy_tb_s, self.read_tb_s)
 
     def rate_of(self, num_bytes: int) -> float:
-        """The highest possible rate in TB/s of a call that reads `num_bytes`.
+        """Return the highest possible rate in TB/s of a call that reads `num_bytes`.
 
-        The rate of the largest measured size not above it, or of a larger size that was faster: rates fall with the
-        size, but those of the smallest sizes include the time of the call.
+        Rates fall with the size, except that the time of the call slows down the smallest sizes. So the result is the
+        best rate among the largest measured size up to `num_bytes` and all larger ones.
         """
         below = [each.num_bytes for each in self.cache_rates if each.num_bytes <= num_bytes]
         least = max(below, default=0)
@@ -50,7 +50,7 @@ class PeakRates:
         return max(self.memory_tb_s, *cached) if cached else self.memory_tb_s
 
     def faster(self, other: PeakRates) -> PeakRates:
-        """The higher rates of two measurements of the same machine."""
+        """Take the higher rates of two measurements of the same machine."""
         return replace(
             self,
             copy_tb_s=max(self.copy_tb_s, other.copy_tb_s),
@@ -88,7 +88,7 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFigures:
-    """Figures of one engine at one set of sizes.
+    """Timing of one engine at one set of sizes.
 
     `context_tokens` are the tokens every request holds before the call; None for engines without state. A step runs
     the engine `layer_instances` times, once per layer that shares it; the first one is timed. `backend` is empty in
@@ -127,7 +127,7 @@ class RooflineBound:
 
     Attributes:
         engine: the `EngineFigures.title`.
-        weight_bytes: every weight once, plus re-reads of what exceeds the cache.
+        weight_bytes: every weight once, plus second reads of weights that do not fit into the cache.
         io_bytes: inputs and outputs.
         memory_bound_ms, compute_bound_ms: time for all bytes at the memory rate, for all FLOPs at the matmul rate.
         roofline: larger of the two bounds as a fraction of the measured median.
@@ -337,7 +337,7 @@ def roofline_bound(
 
 
 def above_the_roof(bounds: Sequence[RooflineBound]) -> str | None:
-    """A note on engines that were faster than their bound; None if there is none."""
+    """Note engines that were faster than their bound; None if there is none."""
     above = [bound for bound in bounds if bound.roofline > 1.0]
     if not above:
         return None

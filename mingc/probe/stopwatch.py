@@ -17,9 +17,8 @@ from mingc.probe.report import CacheRate, PeakRates
 
 _WARM_UPS = 2
 _CACHED_BYTES = tuple(2**power for power in range(16, 28, 2))  # 64 KiB to 64 MiB
-_CACHED_READ_BYTES = (
-    2**27
-)  # read for each size, in as many calls as that takes, so that a fast one is among them
+# Bytes to read for each size: small sizes get many calls, so that some of them run undisturbed.
+_CACHED_READ_BYTES = 2**27
 _FLUSH_CACHES = 16  # the flush takes long enough for the host to enqueue the timed call behind it
 
 
@@ -50,7 +49,7 @@ class Stopwatch:
         return [float(start.elapsed_time(end)) for start, end in events]
 
     def enqueue_ms(self, run: Callable[[], object], count: int) -> float | None:
-        """Median host milliseconds of a call on an idle CUDA device; None on the CPU."""
+        """Measure the median host milliseconds of a call on an idle CUDA device; None on the CPU."""
         if self._flush is None:
             return None
         samples = []
@@ -87,7 +86,7 @@ class Stopwatch:
         )
 
     def _cache_rate(self, num_bytes: int) -> CacheRate:
-        """The faster of a sum and a matrix-vector product, which reads its matrix as most engines do."""
+        """Take the faster of a sum and a matrix-vector product, which reads its matrix as most engines do."""
         matrix = torch.randn(num_bytes // 1024, 256)
         vector, result = torch.randn(256), torch.empty(len(matrix))
         count = max(5, min(1000, _CACHED_READ_BYTES // num_bytes))
@@ -99,7 +98,7 @@ class Stopwatch:
 
 
 def processor_name() -> str:
-    """The CPU model from /proc/cpuinfo; the architecture where it is missing, as on many ARM machines."""
+    """Read the CPU model from /proc/cpuinfo; return the architecture where it is missing, as on many ARM machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -109,13 +108,13 @@ def processor_name() -> str:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The sample that a fraction `share` of all samples does not exceed."""
+    """Find the sample that a fraction `share` of all samples does not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _four_digits(rate: float) -> float:
-    """A rate to four significant digits, which is above 0 on the slowest machine."""
+    """Round a rate to four significant digits, so that it is above 0 on the slowest machine."""
     return float(f"{rate:.4g}")
 
 

@@ -42,7 +42,7 @@ def measure_transfers(
 
 
 def visible_gpus() -> list[torch.device]:
-    """Every CUDA device that this process sees."""
+    """List the CUDA devices that this process sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.device("cuda", index) for index in range(count)]
 
@@ -97,7 +97,7 @@ def _host_to_gpu(gpu: torch.device | None, timer: Timer) -> list[Transfer]:
 
 
 def _peer_copy(source: torch.device, target: torch.device, timer: Timer) -> Transfer:
-    """One direction; through host memory if the devices cannot access each other, as stated in the name."""
+    """Time one direction. Its name says whether the copy goes through host memory, without peer access."""
     has_access = source.type != "cuda" or torch.cuda.can_device_access_peer(target, source)
     name = f"{source} to {target}, {'peer copy' if has_access else 'copy through the host'}"
     try:

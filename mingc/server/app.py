@@ -41,7 +41,7 @@ _PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
 def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
-    """The ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
+    """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
     state = ServerState(service=service, options=options)
     keys = keys or ApiKeys(options.api_key_file)
     if not keys.is_required and not _is_loopback(options.host):

@@ -51,7 +51,7 @@ def to_pcm16(samples: NDArray[np.float32]) -> NDArray[np.int16]:
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
-    """The 44-byte header of mono PCM16. None: unknown length, written as the largest sizes, as by ffmpeg to a pipe."""
+    """Write the 44-byte header of mono PCM16. None: unknown length, as the largest sizes, like ffmpeg to a pipe."""
     data_bytes = _UNKNOWN_LENGTH if num_samples is None else 2 * num_samples
     riff_bytes = min(_UNKNOWN_LENGTH, data_bytes + _WAV_HEADER_BYTES - 8)
     riff = b"RIFF" + struct.pack("<I", riff_bytes) + b"WAVE"
@@ -60,7 +60,7 @@ def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
 
 
 def flac_header(sample_rate: int) -> bytes:
-    """A FLAC file without samples, for which libsndfile writes no header (RFC 9639 §8.1, §8.2)."""
+    """Write a FLAC file without samples, for which libsndfile writes no header (RFC 9639 §8.1, §8.2)."""
     # 20 bits rate, 3 bits channels - 1, 5 bits depth - 1, 36 bits length
     bits = sample_rate << 44 | (16 - 1) << 36
     block_and_frame_sizes = struct.pack(">HH", 4096, 4096) + bytes(6)
@@ -91,7 +91,7 @@ class StreamEncoder(Protocol):
 
 
 def open_stream(spec: AudioSpec) -> StreamEncoder:
-    """A new encoder for one clip."""
+    """Make the encoder of one clip."""
     if spec.format == "flac":
         return _FlacStream(spec.sample_rate)
     return _PcmStream(wav_header(spec.sample_rate, None) if spec.format == "wav" else b"")

@@ -37,13 +37,13 @@ _FILES = 64  # descriptors for media, engine files, child processes and pipes
 _LARGEST_DEFAULT = 4096
 _SMALLEST = 8
 _ACCEPTS = 16  # connections accepted before other work of the event loop
-# Read from one connection before others are served; with asyncio's 256 KiB 64 uploads delay a probe for a second. Few
-# connections share what 64 may read in one pass of the event loop: a body takes fewer passes.
+# Bytes read from one connection before others are served: with asyncio's 256 KiB, 64 uploads delay a probe by a second.
+# Fewer connections share the bytes that 64 may read in one pass of the event loop, so a body takes fewer passes.
 _READ_BYTES = 16 * 1024
 _LARGEST_READ_BYTES = 256 * 1024
 _PASS_BYTES = 64 * _READ_BYTES
 _ACCEPT_PAUSE_S = 0.1
-# Rest of a refused body that is read and dropped, so that the connection can be used again; more than sockets buffer.
+# Bytes of a refused body that are read and dropped to keep the connection usable; more than sockets buffer.
 _DISCARDED_BYTES = 16 << 20
 _LINGER_S = 1.0  # a connection closed with unread data loses what the client has not read yet
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -177,7 +177,7 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
         self._table.set_waiting(self)
         if self.conn.their_state is h11.SEND_BODY and self._declared_bytes() > _DISCARDED_BYTES:
-            # Refused before its body was read: time to read the answer, none to send the rest.
+            # Refused before its body was read: the client may read the answer, but must not send the rest.
             self.flow.pause_reading()
             self.loop.call_later(_LINGER_S, self.transport.close)
         self._after_events()  # a pipelined request may have begun
@@ -207,7 +207,7 @@ class HttpConnection(H11Protocol):
         return now - self._unsent_since
 
     def abort(self) -> None:
-        """Close without sending what is buffered."""
+        """Close, and drop buffered data."""
         self._is_aborted = True
         if self.transport is not None:
             self.transport.abort()
@@ -282,7 +282,7 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR:
                     raise
-                # Linux needs a descriptor even to see that no client waits; only for the first call one does.
+                # Linux needs a free descriptor even to report that nobody waits. Before the first call somebody does.
                 if index == 0:
                     self._pause(error)
                 return

@@ -23,7 +23,7 @@ class ErrorResponse(Struct, forbid_unknown_fields=True):
 
 
 def public_error(error: Exception) -> MingcError:
-    """The error as shown to a client: mingc's own unchanged, any other without details."""
+    """Return the error that a client may see: an error of mingc unchanged, any other without details."""
     if isinstance(error, MingcError):
         return error
     return WorkerError(
@@ -32,7 +32,7 @@ def public_error(error: Exception) -> MingcError:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """The object of `public_error`: its message, and for a request's error also its fix."""
+    """Convert `public_error`: its message, and for a request's error also its fix."""
     error = public_error(error)
     message, param, code, kind = error.message, None, None, "server_error"
     if isinstance(error, ServeError):

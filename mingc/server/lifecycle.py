@@ -30,7 +30,7 @@ _SWITCH_S = 0.001
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet. Call it before slow work, so that a port in use fails early.
+    """Bind a socket to the address, without listening. Call it before slow work, so that a port in use fails early.
 
     Raises:
         ConfigError: if the address cannot be bound.

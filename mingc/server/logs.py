@@ -79,7 +79,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The message on one line: a client's text can neither start a new line nor send terminal commands."""
+    """Write the message on one line: a client's text can neither start a new line nor send terminal commands."""
     text = printable(record.getMessage()).replace("\n", "\\n")
     return text if len(text) <= _LINE_CHARACTERS else text[: _LINE_CHARACTERS - 1] + "…"
 
@@ -110,7 +110,9 @@ class RepetitionLimit(logging.Filter):
             if window is not None and window.count > _BURST:
                 record.msg = f"{record.getMessage()} (and {window.count - _BURST} like it before)"
                 record.args = None
-            if window is None and len(self._windows) >= 1000:  # messages that are formatted by their author
+            if (
+                window is None and len(self._windows) >= 1000
+            ):  # every message that its caller formats is another key
                 self._windows.clear()
             window = self._windows[key] = _Window(now)
         window.count += 1
@@ -170,7 +172,7 @@ def _log_access(scope: Scope, status: str, seconds: float) -> None:
 
 
 def printable(text: str) -> str:
-    """`text` with every unprintable character except line breaks escaped.
+    """Escape every unprintable character of `text` except line breaks.
 
     These are control characters, which terminals interpret, text-direction marks, and unusual separators.
     """

@@ -38,7 +38,7 @@ STAGES = {
     "first_segment": ("first_token", "first_segment"),
     "first_patch": ("first_segment", "first_audio"),
 }
-# What the engines count, by field of `ServiceLoad`.
+# Name and help of the counters that engines keep, by field of `ServiceLoad`.
 _ENGINE_COUNTERS = {
     "num_underruns": (
         "speech_underruns",
@@ -199,12 +199,12 @@ class Metrics:
         return Histogram(f"mingc_{name}", text, labels, buckets=buckets, registry=self._registry)
 
     def render(self, load: ServiceLoad) -> bytes:
-        """All metrics in Prometheus' text format, with the load of this moment."""
+        """Write all metrics in Prometheus' text format, with the load of this moment."""
         self._set_load(load)
         return generate_latest(self._registry)
 
     def samples(self, load: ServiceLoad) -> list[MetricSample]:
-        """All time series, for another exporter, with the load of this moment."""
+        """List all time series, for another exporter, with the load of this moment."""
         self._set_load(load)
         return [
             MetricSample(
@@ -223,7 +223,7 @@ class Metrics:
             self._requests_waiting.labels(engine).set(count)
         for name, counter in self._engine_counters.items():
             increase = getattr(load, name) - self._counted[name]
-            if increase > 0:  # a load that is not known has zeros
+            if increase > 0:  # an unknown load is all zeros
                 counter.inc(increase)
                 self._counted[name] += increase
         self._cached_pages.set(load.cached_pages)
@@ -234,7 +234,7 @@ class Metrics:
             self._memory.labels(use.owner, use.device).set(use.num_bytes)
 
     def describe(self) -> list[MetricInfo]:
-        """Name, type, labels and help text of every metric, in the order of `/metrics`."""
+        """List name, type, labels and help text of every metric, in the order of `/metrics`."""
         infos = []
         for collector in self._registry._collector_to_names:
             labels: Sequence[str] = getattr(collector, "_labelnames", ())  # the process collector has none
@@ -267,12 +267,12 @@ class Metrics:
                 self._stages.labels(stage).observe(max(0.0, last - first) / 1e3)
 
     def timer(self) -> RequestTimer:
-        """A timer of one request, started now."""
+        """Start the timer of one request."""
         return RequestTimer(self)
 
 
 def describe_metrics() -> list[MetricInfo]:
-    """Every metric that a server exports; starts no server."""
+    """List every metric that a server exports; starts no server."""
     return Metrics().describe()
 
 
@@ -315,7 +315,7 @@ class RequestTimer:
 
 
 def route_of(scope: Scope) -> str:
-    """The path pattern of the route that matches a request."""
+    """Find the path pattern of the route that matches a request."""
     app: Starlette = scope["app"]
     for route in app.routes:
         if isinstance(route, Route) and route.path_regex.match(scope["path"]):

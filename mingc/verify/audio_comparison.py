@@ -88,7 +88,7 @@ def compare_audio(
     recorded_hz: int,
     limits: Mapping[Figure, float] = LIMITS,
 ) -> tuple[AudioDifference, ...]:
-    """All properties of mono waves (n,) in [-1, 1], in the order of `LIMITS`.
+    """Compare all properties of mono waves (n,) in [-1, 1], in the order of `LIMITS`.
 
     A wave with NaN or infinity fails every property that depends on its values.
     """

@@ -46,7 +46,7 @@ class ComparisonLog:
         self._inputs: set[str] = set()
 
     def input(self, name: str) -> Array:
-        """The reference `name` as an engine input."""
+        """Return the reference `name`, and count it as an engine input."""
         self._inputs.add(name)
         return self.references[name]
 
@@ -76,7 +76,7 @@ class ComparisonLog:
         self._add(name, how, "ids", _outcome(same), identical=same)
 
     def is_near(self, value: ArrayLike, reference: ArrayLike) -> NDArray[np.bool_]:
-        """Which rows (…) of values (…, D) are within the tolerance, relative to the largest reference."""
+        """Test which rows (…) of values (…, D) are within the tolerance, relative to the largest reference."""
         given, expected = np.asarray(value, np.float64), np.asarray(reference, np.float64)
         limit = self._tolerance * np.abs(expected).max(initial=0.0)
         return np.asarray(np.abs(given - expected).max(axis=-1) <= limit)  # False for NaN
@@ -115,7 +115,7 @@ class ComparisonLog:
             self._add(name, "", "text", "FAIL", note=f"{type(error).__name__}: {error.message}")
 
     def not_outputs(self) -> list[str]:
-        """Names of references that were neither compared nor used as inputs."""
+        """List the references that were neither compared nor used as inputs."""
         return [name for name in self.references if name not in self._compared | self._inputs]
 
     def summary(self) -> FileSummary:
@@ -137,7 +137,7 @@ class ComparisonLog:
         )
 
     def _expected(self, name: str, reference: ArrayLike | None) -> Array:
-        """The reference that the caller gives, else the recorded one; `name` counts as compared."""
+        """Return the reference that the caller gives, else the recorded one; `name` counts as compared."""
         self._compared.add(name)
         return self.references[name] if reference is None else np.asarray(reference)
 

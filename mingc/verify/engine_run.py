@@ -81,7 +81,7 @@ def _run_rank(
 
 
 def to_numpy(value: torch.Tensor) -> NDArray[np.generic]:
-    """`value` on the host; floats become float32."""
+    """Copy `value` to the host; floats become float32."""
     value = value.detach().cpu()
     array: NDArray[np.generic] = (value.float() if value.is_floating_point() else value).numpy()
     return array

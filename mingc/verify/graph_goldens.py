@@ -97,7 +97,7 @@ def _run(
 
 
 def _engine(graph: GraphRecord, given: dict[str, torch.Tensor]) -> EngineRecord:
-    """The engine compiled for the recorded sizes, or one that takes every size."""
+    """Find the engine compiled for the recorded sizes, or one that takes every size."""
     sizes = {
         size: given[tensor.name].shape[axis]
         for tensor in graph.spec.inputs

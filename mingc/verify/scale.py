@@ -33,7 +33,7 @@ class Scale:
 
 
 def fitted_scale(factor: float, *, error: float, lost: float) -> Scale:
-    """A fitted factor with its allowance.
+    """Give a fitted factor its allowance.
 
     Args:
         error: standard error of the fit.
@@ -44,7 +44,7 @@ def fitted_scale(factor: float, *, error: float, lost: float) -> Scale:
 
 
 def fit_scale(value: Array, reference: Array) -> Scale | None:
-    """The scale of finite values of any shape; None when the reference is all zeros."""
+    """Fit the scale of finite values of any shape; None when the reference is all zeros."""
     given, expected = value.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
     size = float(expected @ expected)
     if not size:

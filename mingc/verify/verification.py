@@ -70,7 +70,7 @@ def replay_recorded(artifact: Artifact, progress: Progress) -> list[ComparisonLo
 def make_report(
     path: Path, artifact: Artifact, logs: Sequence[ComparisonLog], not_engine_outputs: Sequence[str] = ()
 ) -> VerifyReport:
-    """The report of all comparisons in `logs`, one summary per log."""
+    """Report all comparisons in `logs`, with one summary per log."""
     files = tuple(log.summary() for log in logs)
     comparisons = tuple(row for log in logs for row in log.comparisons)
     failed = sum(row.outcome == "FAIL" for row in comparisons)
@@ -88,7 +88,7 @@ def make_report(
 
 
 def engine_tolerance(graph: GraphRecord, dtype: str) -> float:
-    """The relative error that an engine of `graph` may have on its recorded inputs."""
+    """Return the relative error that an engine of `graph` may have on its recorded inputs."""
     return max(GRAPH_TOLERANCES[dtype], 2 * graph.parity.compiled)
 
 
@@ -112,14 +112,14 @@ def _replay_requests(artifact: Artifact, progress: Progress) -> list[ComparisonL
     if artifact.manifest.served_goldens is None:
         return [_explain_missing_requests(artifact.manifest)]
     parameters, *ways = replay_served(artifact, progress)
-    parameters.note = "those of the recorded requests"
+    parameters.note = "compared with the recorded requests"
     for log in ways:
         log.note = "requests through the service"
     return [parameters, *ways]
 
 
 def _explain_missing_requests(manifest: Manifest) -> ComparisonLog:
-    """The export's reason for recording no requests; a failure if it gave none."""
+    """Report the export's reason for recording no requests; a failure if it gave none."""
     from mingc.verify.comparison_log import ComparisonLog
 
     reasons = [note for note in manifest.notes if note.startswith(NO_SERVED_GOLDENS)]

@@ -24,7 +24,7 @@ from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, TextPart, VideoParams
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.error_objects import error_response
-from mingc.server.http.body import MAX_COMMAS
+from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
 from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, AssistantMessage
 from mingc.server.options import ServeOptions
@@ -486,6 +486,14 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(RequestError, match="commas; the limit is 262144") as caught:
         parse_speech(body(MAX_COMMAS + 1), INFO, OPTIONS)
     assert (caught.value.status, caught.value.code) == (413, "body_too_complex")
+
+
+@pytest.mark.parametrize(("more", "code"), [(0, "invalid_value"), (1, "body_too_complex")])
+def test_more_media_than_any_request_needs_are_refused_before_they_are_all_read(more: int, code: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "images": [""] * (MAX_MEDIA + more)}
+    with pytest.raises(RequestError) as caught:
+        parse_chat(json.dumps(body).encode(), INFO, OPTIONS)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("name", ["a`b", "x - at `$.model`", "a.b[0]", "k" * 1_000_000])

@@ -22,8 +22,7 @@ from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.target import Host
 from mingc.bundles.packing import pack
 from mingc.commands import doctor_report
-from mingc.commands.doctor_report import Check, DoctorReport, TargetVerdict, Verdict, examine
-from mingc.export.compile import tensorrt_program
+from mingc.commands.doctor_report import Check, DoctorReport, Verdict, examine
 from mingc.host import machine as host
 from mingc.host.machine import Gpu
 
@@ -85,22 +84,18 @@ def check_named(report: DoctorReport, name: str) -> Check:
     return found
 
 
-def target(report: DoctorReport, name: str) -> TargetVerdict:
-    (found,) = [each for each in report.targets if each.target == name]
-    return found
-
-
 def test_a_good_machine_can_export_and_serve(machine: pytest.MonkeyPatch) -> None:
     report = examine()
     assert report.can_export and report.can_serve and report.is_clean
     assert {each.name for each in report.checks if each.state != "ok"} == {"cuda"}
 
 
-def test_every_declared_dependency_is_listed(machine: pytest.MonkeyPatch) -> None:
+def test_every_declared_dependency_is_checked_and_nothing_else(machine: pytest.MonkeyPatch) -> None:
     extras = PROJECT["optional-dependencies"]
     lines = [*PROJECT["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
     declared = {Requirement(line).name for line in lines} - {"mingc"}
-    assert declared <= {each.name for each in examine().checks}
+    others = {"python", "C++ compiler", "temporary files", "user cache", "cuda"}
+    assert {each.name for each in examine().checks} == declared | others
 
 
 @pytest.mark.parametrize(
@@ -151,24 +146,34 @@ def test_python_must_be_a_supported_release(version: str, state: str, machine: p
     assert check_named(report, "python").state == state and report.can_serve == (state == "ok")
 
 
-def test_a_mingc_that_is_not_installed_is_the_problem(
-    artifact_path: Path, machine: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def from_sources(machine: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def unknown(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
 
     machine.setattr(importlib.metadata, "metadata", unknown)
+    return machine
+
+
+def test_a_mingc_that_runs_from_its_sources_reads_pyproject(
+    machine: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    installed = examine()
+    request.getfixturevalue("from_sources")
+    assert examine() == installed
+    set_version("uvicorn", None)
+    report = examine()
+    assert check_named(report, "uvicorn").fix == "pip install 'mingc[serve]'"
+    assert report.can_export and not report.can_serve
+
+
+def test_without_metadata_and_pyproject_the_installation_is_the_problem(
+    artifact_path: Path, tmp_path: Path, from_sources: pytest.MonkeyPatch
+) -> None:
+    from_sources.setattr("mingc.__file__", str(tmp_path / "mingc/__init__.py"))
     report = examine([artifact_path])
     assert not report.can_export and not report.can_serve and report.verdicts == ()
     assert check_named(report, "mingc").fix == "pip install -e 'CHECKOUT[serve,sign]'"
-
-
-def test_torch_must_load_aotinductor_packages(artifact_path: Path, machine: pytest.MonkeyPatch) -> None:
-    machine.delattr(torch._C._aoti, "AOTIModelPackageLoader")
-    on_machine(machine, "cpu", "AVX2")
-    report = examine([artifact_path])
-    assert check_named(report, "engine loader").state == "problem" and not report.can_serve
-    assert "cannot load AOTInductor packages" in report.verdicts[0].problem
 
 
 def test_the_compiler_is_that_of_cxx_with_its_words(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
@@ -184,7 +189,6 @@ def test_the_compiler_is_that_of_cxx_with_its_words(tmp_path: Path, machine: pyt
     words = (tmp_path / "words").read_text().split()
     assert words[0] == "-pipe" and {"-shared", "-fPIC", "-std=c++20"} <= {*words}
     assert not report.can_export and report.can_serve and not report.is_clean
-    assert target(report, "cpu, onnx").exports, "ONNX Runtime needs no compiler"
 
 
 @pytest.mark.parametrize(
@@ -279,9 +283,7 @@ def test_the_reason_for_no_gpu_has_its_own_fix(
     report = examine()
     found = check_named(report, "cuda")
     assert found.state == "missing" and says in found.detail and fix in str(found.fix)
-    verdict = target(report, "cuda, aoti")
-    assert not verdict.exports and not verdict.serves and says in verdict.problem
-    assert target(report, "cpu, aoti").problem == "" and target(report, "cpu, onnx").exports
+    assert found.needed_for == "export --target cuda" and report.can_export and report.can_serve
 
 
 def test_the_driver_names_its_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,18 +307,16 @@ def use_gpus(
     monkeypatch: pytest.MonkeyPatch,
     count: int,
     *,
-    closed: Sequence[tuple[int, int]] = (),
     nccl: bool = True,
-    capability: tuple[int, int] = (9, 0),
     memory: Sequence[int] = (),
     free: Sequence[int] = (),
 ) -> None:
-    """`count` GPUs as torch would show them, without peer access between the pairs `closed`."""
+    """`count` GPUs as torch would show them."""
     sizes = memory or [141 * GIB] * count
     gpus = [
         Gpu(
             name="NVIDIA H200",
-            capability=capability,
+            capability=(9, 0),
             num_multiprocessors=132,
             memory_bytes=size,
             cache_bytes=1,
@@ -333,64 +333,25 @@ def use_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ([*free] or sizes)[index : index + 1])
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in closed)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
 
 
-def test_one_gpu_exports_and_serves_for_cuda(machine: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_named_with_its_driver(machine: pytest.MonkeyPatch) -> None:
     use_gpus(machine, 1)
     report = examine()
-    names = {each.name for each in report.checks}
-    assert check_named(report, "cuda:0").detail.startswith("NVIDIA H200, 141 GiB; ") and "cuda" not in names
-    assert check_named(report, "NVIDIA driver").detail == "580.65.06; torch is built for CUDA 13.0"
-    assert not {"NCCL", "GPU links"} & names
-    verdict = target(report, "cuda, aoti")
-    assert (verdict.exports, verdict.serves, verdict.fix) == (True, True, None)
-    onnx = target(report, "cuda, onnx")
-    assert not onnx.exports and not onnx.serves and "mingc[onnx-gpu]" in str(onnx.fix)
+    cuda = check_named(report, "cuda")
+    assert (cuda.state, cuda.detail) == ("ok", "driver 580.65.06; torch is built for CUDA 13.0")
+    assert check_named(report, "cuda:0").detail.startswith("NVIDIA H200, 141 GiB; ")
+    assert "NCCL" not in {each.name for each in report.checks}
 
 
-@pytest.mark.parametrize(
-    ("capability", "has_library", "exports", "serves"),
-    [
-        ((8, 9), True, True, True),
-        ((9, 0), True, True, False),
-        (None, True, True, False),
-        ((8, 9), False, False, False),
-    ],
-)
-def test_engines_for_rtx_cards_are_built_anywhere_and_served_on_a_card(
-    capability: tuple[int, int] | None,
-    has_library: bool,
-    exports: bool,
-    serves: bool,
-    machine: pytest.MonkeyPatch,
-) -> None:
-    if capability is not None:
-        use_gpus(machine, 1, capability=capability)
-    real, found = importlib.util.find_spec, importlib.util.find_spec("json")
-    library = found if has_library else None
-    machine.setattr(tensorrt_program, "rtx_problem", lambda target: None)  # asks the library itself
-    machine.setattr(
-        importlib.util, "find_spec", lambda name: library if name.startswith("tensorrt") else real(name)
-    )
-    rtx = target(examine(), "rtx, tensorrt")
-    assert (rtx.exports, rtx.serves) == (exports, serves) and (rtx.fix is None) == (exports and serves)
-
-
-@pytest.mark.parametrize(
-    ("closed", "nccl", "says"),
-    [((), True, "one-shot"), (((2, 3),), True, "devices 2-3"), ((), False, "one-shot")],
-)
-def test_four_gpus_have_links_and_nccl(
-    closed: tuple[tuple[int, int], ...], nccl: bool, says: str, machine: pytest.MonkeyPatch
-) -> None:
-    use_gpus(machine, 4, closed=closed, nccl=nccl)
+@pytest.mark.parametrize(("nccl", "state"), [(True, "ok"), (False, "missing")])
+def test_several_gpus_are_listed_and_need_nccl(nccl: bool, state: str, machine: pytest.MonkeyPatch) -> None:
+    use_gpus(machine, 4, nccl=nccl)
     report = examine()
     assert {f"cuda:{index}" for index in range(4)} <= {each.name for each in report.checks}
-    assert says in check_named(report, "GPU links").detail
-    assert check_named(report, "NCCL").state == ("ok" if nccl else "missing")
+    assert check_named(report, "NCCL").state == state
 
 
 def on_machine(
@@ -566,7 +527,7 @@ def test_a_verdict_has_the_weights_of_the_largest_rank_and_all_problems(
     assert verdict.problem.split("; ")[:3] == [
         "uvicorn: missing",
         "av: missing",
-        "its weights and those of the stages before take 3.5 GB, this machine has 3.0 GB",
+        "its weights and the weights of earlier stages take 3.5 GB, this machine has 3.0 GB",
     ]
     assert "take 2.00 GB" in verdict.problem and "1.50 GB free" in verdict.problem
     assert str(verdict.fix).startswith("pip install 'mingc[serve]'; export again with --quantize fp8")

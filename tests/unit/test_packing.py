@@ -327,7 +327,7 @@ def test_a_name_of_the_artifacts_own_is_not_taken_by_an_extra(artifact_path: Pat
     (artifact_path / "bundle/start.sh").write_bytes(b"mine")
     record = {"size_bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}
     edit_manifest(artifact_path, lambda document: document["files"].update({"bundle/start.sh": record}))
-    with pytest.raises(ConfigError, match=r"has a file bundle/start\.sh of its own"):
+    with pytest.raises(ConfigError, match=r"already contains a file bundle/start\.sh"):
         pack(artifact_path, tmp_path / "t.mingc", EXTRAS)
     pack(artifact_path, tmp_path / "t.mingc", {})
     check_hashes(open_artifact(tmp_path / "t.mingc"))

@@ -21,7 +21,7 @@ from mingc.console.report import to_json
 from mingc.errors import ArtifactError, ConfigError
 from mingc.kernels.sample_tokens import NUM_COLUMNS, sample_tokens
 from mingc.probe import prober
-from mingc.probe.baseline import _SHOWN, _some, check_common, compare, differences, read_baseline
+from mingc.probe.baseline import check_common, compare, differences, read_baseline
 from mingc.probe.cold_start import ColdStart
 from mingc.probe.inputs import ProbeCase, room
 from mingc.probe.patch_embed import compare_patch_embed
@@ -842,7 +842,8 @@ def test_a_probe_reports_what_its_other_measurements_give(
 def test_only_a_few_engines_of_a_list_are_named() -> None:
     titles = [f"cfm.sample N={size}" for size in range(1, 9)]
     for count in range(1, 9):
-        shown = _some(titles[:count])
-        listed = [title for title in titles[:count] if title in shown]
-        assert listed == titles[: min(count, _SHOWN)]
-        assert ("…" in shown) == (count > _SHOWN)
+        with pytest.raises(ConfigError, match="it has other") as caught:
+            check_common([figures(1.0, "other")], titles[:count])
+        listed = [title for title in titles[:count] if title in caught.value.message]
+        assert listed == titles[: min(count, 4)]
+        assert ("…" in caught.value.message) == (count > 4)

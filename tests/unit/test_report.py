@@ -433,14 +433,6 @@ def test_a_size_has_a_unit(num_bytes: int, text: str) -> None:
     assert f'"engine_bytes": {num_bytes}' in shown(row, as_json=True)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.01, "0.01"), (0.00999, "0.00999"), (99999.0, "99999.00"), (1e5, "1e+05"), (-2e5, "-2e+05")],
-)
-def test_short_and_long_numbers(value: float, text: str) -> None:
-    assert report._text(value) == text
-
-
 def test_a_list_has_its_name_once(capsys: pytest.CaptureFixture[str]) -> None:
     show(replace(RESULT, notes=("one", "two", "three"), rows=()), as_json=False)
     lines = [

@@ -180,7 +180,7 @@ def test_a_report_has_every_graph_and_every_way_to_serve(
 
     assert report.files == (
         summary("audio_encoder.encode", "", failed=1, error=1.0),
-        summary("parameters", "those of the recorded requests", error=1e-5),
+        summary("parameters", "compared with the recorded requests", error=1e-5),
         summary("usual", "requests through the service", error=1e-5),
         summary("pairs", "requests through the service", error=1e-5),
     )

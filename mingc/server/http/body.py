@@ -43,11 +43,15 @@ FREE_BYTES = 64 * 1024
 LONG_BYTES = 64 * 1024  # longer strings are cut out
 MAX_COMMAS = 1 << 18
 MAX_STRINGS = 4 * MAX_COMMAS
+MAX_MEDIA = (
+    1 << 14
+)  # each takes a Python call and object, and msgspec checks the length of a list only afterwards
 MAX_DECODED_BYTES = 8 << 20  # of a body without its media
 
 _SLICE = 1 << 17  # bytes of one step: 1 to 2 ms of base64 on a slow core
-_FIRST_SLICE = 1 << 8  # of a search, which doubles them
+_FIRST_SLICE = 1 << 8  # bytes of the first step of a search, which doubles its steps
 _PREFIX = 256
+_SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
@@ -106,7 +110,7 @@ class BodyBudget:
 
     @contextmanager
     def charge(self) -> Iterator[Charge]:
-        """A charge of 0 bytes; its final amount is released at the end of the block."""
+        """Open a charge of 0 bytes; the end of the block releases its final amount."""
         charge = Charge(self)
         try:
             yield charge
@@ -132,7 +136,7 @@ class BodyBudget:
 async def read_body(
     request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
 ) -> memoryview:
-    """The whole body of a JSON request, charged once its first 64 KiB have arrived.
+    """Read the whole body of a JSON request; charge it once its first 64 KiB have arrived.
 
     Raises:
         RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
@@ -150,7 +154,7 @@ async def read_body(
     declared = int(header) if header.isdecimal() else 0
     _check_size(declared, options)
     budget.check(declared)
-    # What is declared is not reserved before it is charged.
+    # Memory for the declared length is allocated only after it is charged.
     body = large_arrays.empty(min(declared or FREE_BYTES, FREE_BYTES), np.uint8)
     size = 0
     chunks = aiter(request.stream())
@@ -163,7 +167,9 @@ async def read_body(
                     return body.data[:size]
                 start, size = size, size + len(chunk)
                 _check_size(size, options)
-                if size > FREE_BYTES:  # whole: bodies that grow together would all be refused half-way
+                if (
+                    size > FREE_BYTES
+                ):  # the whole length: bodies that grow together would all be refused half-way
                     charge.set(max(size, declared))
                 if size > len(body):
                     capacity = max(declared, 2 * size)
@@ -179,7 +185,7 @@ async def read_body(
 
 
 def _grown(body: NDArray[np.uint8], size: int, capacity: int) -> NDArray[np.uint8]:
-    """The first `size` bytes in new memory of `capacity` bytes. NumPy releases Python's lock while it copies."""
+    """Copy the first `size` bytes to new memory of `capacity` bytes. NumPy releases Python's lock while it copies."""
     grown = large_arrays.empty(capacity, np.uint8)
     np.copyto(grown[:size], body[:size])
     return grown
@@ -224,7 +230,13 @@ def _decode(
 ) -> _Body:
     """Decode, with the strings of `cut` put back into media fields; adds their placeholders to `used`."""
 
+    num_media = 0
+
     def media_string(_: type, value: object) -> MediaString:
+        nonlocal num_media
+        num_media += 1
+        if num_media > MAX_MEDIA:
+            raise too_complex(f"holds more than {MAX_MEDIA} media")
         if not isinstance(value, str):
             raise ValueError(f"Expected `str`, got `{_TYPES[type(value)]}`")
         if (found := cut.get(value)) is None:
@@ -256,7 +268,7 @@ class CutBody:
         return f"{self.strings[index]}{_NONCE}{index}"
 
     def join(self, left_out: Container[str]) -> bytes:
-        """The body with the placeholders of `left_out`, and the other strings in place.
+        """Join the body: with the placeholders of `left_out`, and the other strings in place.
 
         Raises:
             RequestError: if that is longer than `MAX_DECODED_BYTES`.
@@ -272,7 +284,7 @@ class CutBody:
 
 
 def cut_long_strings(raw: memoryview) -> CutBody:
-    """Cut the strings of more than 64 KiB out of a body. What is not JSON stays whole from the first fault on.
+    """Cut the strings of more than 64 KiB out of a body. Malformed JSON stays whole from the first fault on.
 
     Raises:
         RequestError: if there are more than `MAX_STRINGS`.
@@ -296,14 +308,14 @@ def cut_long_strings(raw: memoryview) -> CutBody:
 
 
 def _prefix(raw: memoryview, start: int) -> str:
-    """The first characters of a string, up to the first escape sequence; `/` may be escaped."""
+    """Return the first characters of a string, up to the first escape sequence; `/` may be escaped."""
     match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
     assert match is not None
     return match[0].decode()
 
 
 def count_bytes(raw: memoryview, byte: bytes) -> int:
-    """How often `byte` occurs; counted in steps."""
+    """Count `byte` in steps."""
     return sum(bytes(raw[start : start + _SLICE]).count(byte) for start in range(0, len(raw), _SLICE))
 
 
@@ -318,7 +330,7 @@ def _find_quote(raw: memoryview, position: int) -> int:
 
 
 def _string_end(raw: memoryview, position: int) -> int:
-    """The closing quote of a string whose content begins at `position`; -1 if there is none.
+    """Find the closing quote of a string whose content begins at `position`; -1 if there is none.
 
     Base64 has no quote before its end, which `find` reaches a hundred times as fast as the pattern. The pattern walks
     only the step behind an escaped quote, so that a text of escaped quotes does not take a search for each of them.
@@ -343,7 +355,7 @@ def _is_escaped(raw: memoryview, start: int, place: int) -> bool:
 
 
 def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
-    """The bytes of base64, in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
+    """Decode base64 in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
     backslash is a fault.
 
     Raises:
@@ -380,7 +392,7 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
 
 
 def _decode_plain(piece: bytes) -> bytes | None:
-    """The bytes of whole groups of base64 without white space and escapes; None for anything else.
+    """Decode whole groups of base64 without white space and escapes; None for anything else.
 
     msgspec decodes three times as fast as `binascii`, but does not say what is wrong.
     """
@@ -398,10 +410,10 @@ def _unescape(match: re.Match[bytes]) -> bytes:
     return plain
 
 
-def decode_small(raw: msgspec.Raw, max_bytes: int = 100) -> object:
-    """The value of a field that was left undecoded; None if absent or null. A large one stays `raw`."""
+def decode_small(raw: msgspec.Raw) -> object:
+    """Decode a field that was left undecoded; None if absent or null. A large value stays `raw`."""
     data = bytes(raw)
-    if len(data) > max_bytes:
+    if len(data) > _SMALL_BYTES:
         return raw
     try:
         return msgspec.json.decode(data) if data else None

@@ -17,6 +17,7 @@ from msgspec import inspect
 from mingc.errors import RequestError
 
 _MAX_SHOWN = 100  # characters of a client's name in an error
+_MAX_VALUE = 60  # characters of a client's value in an error
 _KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PATH = re.compile(r"(\.\w+|\[\d+\])+`")
 # msgspec's messages about a field, its type and its value.
@@ -33,12 +34,12 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _Keys = list[str | int]
 
 
-def shorten(value: object, limit: int = 60) -> str:
-    """`value` as JSON for an error message, cut to `limit` characters."""
+def shorten(value: object) -> str:
+    """Write `value` as JSON for an error message, cut to 60 characters."""
     if isinstance(value, str):
-        value = value[:limit]  # never encode a whole base64 clip
+        value = value[:_MAX_VALUE]  # never encode a whole base64 clip
     text = json.dumps(value, ensure_ascii=True)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 1] + "…"
 
 
 def join_path(keys: Sequence[str | int]) -> str:
@@ -98,7 +99,7 @@ def explain_malformed(raw: bytes) -> None:
 
 
 def _half_pair(value: object, keys: _Keys) -> _Keys | None:
-    """The path of the first string with half of a surrogate pair."""
+    """Find the path of the first string with half of a surrogate pair."""
     if isinstance(value, str):
         return keys if _HALF_PAIR.search(value) else None
     items: Any = (
@@ -200,7 +201,7 @@ def _describe(type_: type) -> inspect.Type:
 
 
 def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
-    """The types that the field at `keys` may have; unions are taken apart."""
+    """Yield the types that the field at `keys` may have; unions are taken apart."""
     found = list(_flatten(_describe(type_)))
     for key in keys:
         children: list[inspect.Type] = []

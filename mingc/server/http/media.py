@@ -125,7 +125,7 @@ class MediaLoader:
         return await self._decode_base64(source, start, media, max_bytes)
 
     async def _decode_base64(self, source: str, start: int, media: MediaPart, max_bytes: int) -> memoryview:
-        """The bytes of base64 in `source` from `start` on."""
+        """Decode the base64 in `source` from `start` on."""
         size = len(source.data if isinstance(source, LongString) else source) - start
         if size * 3 // 4 > max_bytes + 3:
             self._too_large(media)
@@ -180,7 +180,7 @@ class MediaLoader:
     async def _get(
         self, client: httpx.AsyncClient, url: httpx.URL, addresses: Sequence[str]
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to `GET url` from the first of `addresses` that accepts a connection.
+        """Send `GET url` to the first of `addresses` that accepts a connection.
 
         The connection goes to the address itself, so a name that resolves to another one a moment later changes
         nothing; the certificate is checked against the name.
@@ -329,7 +329,7 @@ def is_public(text: str) -> bool:
 
 
 def _shown(source: str) -> str:
-    """A source for an error message: a URL without user, query and fragment, which may contain secrets."""
+    """Shorten a source for an error message: a URL loses user, query and fragment, which may contain secrets."""
     head, separator, rest = source.partition("://")
     if separator:
         authority = re.split(r"[/?#\\]", rest, maxsplit=1)[0]

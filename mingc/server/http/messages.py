@@ -29,7 +29,7 @@ from mingc.server.http.request_schemas import (
 
 
 def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message, ...]:
-    """`messages` and the three media lists of a chat body.
+    """Parse `messages` and the three media lists of a chat body.
 
     Raises:
         RequestError: for empty content, or media that the artifact or the role of the message does not support.
@@ -107,7 +107,7 @@ def _content(
 
 
 def _spoken_answer(message: AssistantMessage, param: str) -> tuple[TextPart, ...]:
-    """The transcript of an earlier spoken answer: the server does not keep its audio."""
+    """Return the transcript of an earlier spoken answer: the server does not keep its audio."""
     if message.audio is None:
         return ()
     if message.audio.transcript is None:

@@ -40,7 +40,7 @@ _TEXT: Json = {"schema": {"type": "string"}}
 
 @functools.cache
 def openapi_document() -> bytes:
-    """The document as JSON."""
+    """Write the document as JSON."""
     _, schemas = msgspec.json.schema_components(_STRUCTS, ref_template="#/components/schemas/{name}")
     document: Json = {
         "openapi": "3.1.0",

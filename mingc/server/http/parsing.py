@@ -215,7 +215,7 @@ def _speech_params(
 
 
 def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
-    """`voice` as a name or as OpenAI's `{"id": name}`."""
+    """Read `voice`: a name, or OpenAI's `{"id": name}`."""
     if fields.voice is None:
         return info.default_voice
     name = fields.voice if isinstance(fields.voice, str) else fields.voice.id
@@ -228,7 +228,7 @@ def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
 
 
 def _integer(value: int | float | None, param: str) -> int | None:
-    """An integer; 4.0 counts as 4, because JSON does not distinguish them."""
+    """Read an integer; 4.0 counts as 4, because JSON does not distinguish them."""
     if isinstance(value, float):
         if not value.is_integer():
             raise wrong_type(param, "an integer", f"{value}")
@@ -277,7 +277,7 @@ def _sampling(body: ChatBody) -> SamplingParams:
 
 
 def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
-    """One positive count under two names; both may be given when they agree."""
+    """Read a positive count that has two names; both may be given when they agree."""
     first = _integer(getattr(fields, name), prefix + name)
     second = _integer(getattr(fields, other), prefix + other)
     if first is not None and second is not None and first != second:
@@ -294,7 +294,7 @@ def _stop(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _thinking(body: ChatBody) -> bool:
-    """`thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
+    """Read `thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
     switches = body.chat_template_kwargs
     given = {"thinking": body.thinking}
     if switches is not None:

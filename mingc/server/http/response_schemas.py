@@ -160,20 +160,18 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 def sse(value: Struct) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def model_object(info: ServiceInfo, created: int, name: str) -> ModelObject:
-    """The served model under one of its names."""
+    """Describe the served model under one of its names."""
     return ModelObject(
         id=name,
         created=created,
         owned_by="mingc",
-        input_modalities=_inputs(info),
-        output_modalities=_outputs(info),
-        routes=_routes(info),
         sample_rate=info.sample_rate,
+        **_abilities(info),
     )
 
 
@@ -183,26 +181,21 @@ def health_response(state: ServerState) -> HealthResponse:
         status=state.status,
         model=info.model,
         num_requests_running=state.num_running,
-        input_modalities=_inputs(info),
-        output_modalities=_outputs(info),
-        routes=_routes(info),
         max_model_len=UNSET if info.max_model_len is None else info.max_model_len,
         max_total_tokens=UNSET if info.max_total_tokens is None else info.max_total_tokens,
         all_reduce=UNSET if info.all_reduce is None else info.all_reduce,
+        **_abilities(info),
     )
 
 
-def _inputs(info: ServiceInfo) -> list[str]:
-    able = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
-    return [name for name, is_able in able.items() if is_able]
-
-
-def _outputs(info: ServiceInfo) -> list[str]:
-    return ["text"] * info.has_text + ["audio"] * info.has_speech
-
-
-def _routes(info: ServiceInfo) -> list[str]:
-    return ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech
+def _abilities(info: ServiceInfo) -> dict[str, list[str]]:
+    """The fields of `Abilities`."""
+    inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
+    return {
+        "input_modalities": [name for name, is_able in inputs.items() if is_able],
+        "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
+        "routes": ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech,
+    }
 
 
 def chat_usage(usage: Usage) -> ChatUsage:
@@ -237,7 +230,7 @@ class ChatResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(self, *, text: str, audio: bytes | None, done: Done) -> ChatCompletion:
-        """The complete answer. `audio` is an encoded clip."""
+        """Make the complete answer. `audio` is an encoded clip."""
         message = AnswerMessage(content=text, refusal=None)
         if audio is not None:
             data = base64.b64encode(audio).decode()

@@ -48,7 +48,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(kw_only=True, slots=True)
 class HttpState:
-    """What the routes of one app share, besides the state of the server."""
+    """Objects that the routes of one app share, besides the state of the server."""
 
     server: ServerState
     media: MediaLoader

@@ -27,7 +27,7 @@ from mingc.server.http.response_schemas import (
 
 JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"
-_PART_BYTES = 1 << 16  # of a clip in one event, where all of it is ready at once
+_PART_BYTES = 1 << 16  # most bytes of a clip in one event, when the whole clip is ready at once
 Samples = list[NDArray[np.float32]]
 
 
@@ -80,7 +80,7 @@ class ResponseWriter:
 async def chat_completion(
     events: AsyncIterator[Event], builder: ChatResponseBuilder, audio: AudioSpec | None
 ) -> bytes:
-    """One `chat.completion` object; `audio` is None if no speech was requested."""
+    """Encode one `chat.completion` object; `audio` is None if no speech was requested."""
     text, samples, done = await _collect(events)
     clip = None if audio is None else await asyncio.to_thread(encode, samples, audio)
     return msgspec.json.encode(builder.completion(text=text, audio=clip, done=done))
@@ -117,13 +117,13 @@ async def chat_chunks(
 
 
 async def speech_clip(events: AsyncIterator[Event], audio: AudioSpec) -> bytes:
-    """One audio file with its length in the header."""
+    """Encode one audio file with its length in the header."""
     _, samples, _ = await _collect(events)
     return await asyncio.to_thread(encode, samples, audio)
 
 
 async def speech_parts(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
-    """An audio file in parts; a WAV has an unknown length in its header."""
+    """Encode an audio file in parts; a WAV has an unknown length in its header."""
     encoder = open_stream(audio)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta) and (data := encoder.add(event.samples)):
@@ -133,7 +133,7 @@ async def speech_parts(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncI
 
 
 async def speech_events(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
-    """`speech.audio.delta` events, then `speech.audio.done` with the usage."""
+    """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage."""
     encoder = _ClipEncoder(audio)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta | Done):
@@ -151,7 +151,7 @@ class _ClipEncoder:
         self._base64 = Base64Stream()
 
     async def encode(self, event: AudioDelta | Done) -> list[str]:
-        """What is ready to be sent, in parts that are not empty; FLAC is complete only at the end."""
+        """Encoded parts that can be sent now; none is empty. FLAC is complete only at the end."""
         if isinstance(event, AudioDelta):
             parts = [self._base64.add(self._encoder.add(event.samples))]
         else:
@@ -162,7 +162,7 @@ class _ClipEncoder:
 
 
 async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The events up to `Done`. Raises: WorkerError when it does not come."""
+    """Yield the events up to `Done`. Raises: WorkerError when it does not come."""
     async for event in events:
         yield event
         if isinstance(event, Done):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class ServedCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedDocument:
-    """What the metadata hold.
+    """The metadata.
 
     Attributes:
         sample_rate: of the recorded samples in Hz; 0 without speech.
@@ -88,20 +88,16 @@ class ServedDocument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ServedGoldens:
-    """The requests, their tensors by name, and what `ServedDocument` says of them."""
+class ServedGoldens(ServedDocument):
+    """The document of the metadata, and all tensors by name."""
 
-    cases: tuple[ServedCase, ...]
     tensors: Mapping[str, Array]
-    sample_rate: int
-    parameters: Mapping[str, Any]
-    assets: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, case: ServedCase, name: str) -> bool:
         return f"{case.name}.{name}" in self.tensors
 
     def get(self, case: ServedCase, name: str) -> Array:
-        """A tensor of a case. Raises: ArtifactError when the file lacks it."""
+        """Return a tensor of a case. Raises: ArtifactError when the file lacks it."""
         try:
             return self.tensors[f"{case.name}.{name}"]
         except KeyError:
@@ -111,13 +107,8 @@ class ServedGoldens:
 
 
 def write_goldens(path: Path, goldens: ServedGoldens) -> None:
-    content = ServedDocument(
-        cases=goldens.cases,
-        sample_rate=goldens.sample_rate,
-        parameters=goldens.parameters,
-        assets={**goldens.assets},
-    )
-    document = json.dumps(encode(content), ensure_ascii=False, sort_keys=True)
+    content = {each.name: encode(getattr(goldens, each.name)) for each in fields(ServedDocument)}
+    document = json.dumps(content, ensure_ascii=False, sort_keys=True)
     tensors = {name: np.ascontiguousarray(value) for name, value in goldens.tensors.items()}
     save_file(tensors, path, metadata={_DOCUMENT: document})
 
@@ -136,16 +127,12 @@ def read_goldens(path: Path) -> ServedGoldens:
             f"the served goldens cannot be read: {error}", where=str(path), fix="export again"
         ) from error
     return ServedGoldens(
-        cases=content.cases,
-        tensors=tensors,
-        sample_rate=content.sample_rate,
-        parameters=content.parameters,
-        assets=content.assets,
+        tensors=tensors, **{each.name: getattr(content, each.name) for each in fields(content)}
     )
 
 
 def asset_records(manifest: Manifest, sha256: Callable[[str], str]) -> dict[str, str]:
-    """What identifies each tokenizer and voice, by name, the model and its dtype, which decides the tolerances.
+    """Identify each tokenizer and voice by name, the model, and its dtype, which decides the tolerances.
 
     Recorded requests use two voices and a few words: they do not show another voice or an entry of a vocabulary.
     `sha256` returns the hash of a file of the artifact.

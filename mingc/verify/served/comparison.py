@@ -1,4 +1,4 @@
-"""Compares what a service gave for the recorded requests with what the eager model computed for them."""
+"""Compares the answers of a service to the recorded requests with the answers of the eager model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Served:
 
 @dataclass(slots=True)
 class Share:
-    """Counts of recorded steps in low precision, and of those found within the tolerance."""
+    """In low precision: the recorded steps, and how many a service reproduced within the tolerance."""
 
     near: int = 0
     total: int = 0
@@ -78,7 +78,7 @@ class ServedComparison:
         self.text, self.speech = Share(), Share()
 
     def check_prompt(self, case: ServedCase, prepared: PreparedPrompt) -> None:
-        """The prompt that the service prepared equals the recorded one."""
+        """Compare the prompt that the service prepared with the recorded one."""
         for key in ("input_ids", "positions", "embed_kind"):
             recorded = self._goldens.get(case, key)
             self._log.ids(f"{case.name}.{key}", getattr(prepared.tokens, key), reference=recorded)
@@ -180,7 +180,7 @@ class ServedComparison:
         self._log.audio(f"{case.name}.speech", differences, how=how)
 
     def end(self) -> None:
-        """In low precision: compare the shares that were found of all requests."""
+        """In low precision: compare the share of reproduced steps over all requests."""
         for name, share in (("tokens", self.text), ("patches", self.speech)):
             if share.total:
                 self._log.share(
@@ -193,7 +193,7 @@ class ServedComparison:
 
 
 def common_length(one: NDArray[np.int64], other: NDArray[np.generic]) -> int:
-    """Number of equal values at the start of both."""
+    """Count the equal values at the start of both."""
     count = min(len(one), len(other))
     is_other = one[:count] != other[:count]
     return int(np.argmax(is_other)) if is_other.any() else count

@@ -14,7 +14,7 @@ from mingc.verify.served.cases import RecordedPart, RecordedSpeech, ServedCase
 
 
 def decoded_messages(case: ServedCase, tensors: Mapping[str, NDArray[np.generic]]) -> tuple[Message, ...]:
-    """The messages of a case: images and clips as encoded bytes, videos as features."""
+    """Return the messages of a case: images and clips as encoded bytes, videos as features."""
     return tuple(
         Message(
             role=message.role,

@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact, hash_file
 from mingc.artifacts.manifest import Manifest
-from mingc.artifacts.parameters import (
-    TalkerParameters,
-)
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
@@ -25,7 +22,6 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.service.preprocessing import create_speech_planner, load_tokenizer
 from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.runtime.talker.worker import SpeechSegment
 from mingc.text.segment import iter_speech_segments
 from mingc.text.spoken import SpokenText
 from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
@@ -163,7 +159,7 @@ class _GoldenWriter:
                 self._record_speech(case, planner, speech, pieces)
 
     def _prompt(self, stages: ChatStages, prepared: PreparedPrompt) -> tuple[Ints, Ints, Ints, Floats]:
-        """The eager model's inputs of a prompt, with the embeddings of its media, one frame or clip per call."""
+        """Make the eager model's inputs of a prompt; its media are embedded one frame or clip per call."""
         prompt, hidden_size = prepared.tokens, stages.thinker.hidden_size
         embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
         vision, audio = stages.vision_parameters, stages.audio_parameters
@@ -214,7 +210,16 @@ class _GoldenWriter:
             shape = (segment.max_patches, flow.latents_per_patch, flow.latent_dim)
             noise = generator.standard_normal(shape, np.float32)
             step_noise = generator.standard_normal((shape[0], flow.num_steps, *shape[1:]), np.float32)
-            latents, stop, samples = self._speak(segment, noise, step_noise, talker)
+            latents, stop, samples = self._model.speak(
+                input_ids=segment.input_ids,
+                embed_rows=segment.embed_rows,
+                embeds=segment.embeds,
+                history=segment.history,
+                noise=noise,
+                step_noise=step_noise,
+                settings=(segment.guidance, segment.sigma, segment.temperature),
+                is_last=lambda patch, stop: patch > talker.min_stop_step and stop > talker.stop_threshold,
+            )
             counts.append(len(latents))
             values = (noise[: len(latents)], step_noise[: len(latents)], latents, stop, samples)
             for name, value in zip(made, values, strict=True):
@@ -225,20 +230,6 @@ class _GoldenWriter:
             for name, parts in made.items():
                 put(name, np.concatenate(parts))
 
-    def _speak(
-        self, segment: SpeechSegment, noise: Floats, step_noise: Floats, talker: TalkerParameters
-    ) -> tuple[Floats, Floats, Floats]:
-        return self._model.speak(
-            input_ids=segment.input_ids,
-            embed_rows=segment.embed_rows,
-            embeds=segment.embeds,
-            history=segment.history,
-            noise=noise,
-            step_noise=step_noise,
-            settings=(segment.guidance, segment.sigma, segment.temperature),
-            is_last=lambda patch, stop: patch > talker.min_stop_step and stop > talker.stop_threshold,
-        )
-
     def _putter(self, case: ServedCase) -> Callable[[str, Array], None]:
         def put(name: str, value: Array) -> None:
             self.media.tensors[f"{case.name}.{name}"] = value
@@ -247,7 +238,7 @@ class _GoldenWriter:
 
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
-    """The pieces of an answer that are spoken one by one, if no timeout cuts the first one."""
+    """Cut an answer into the pieces that are spoken one by one, if no timeout cuts the first one."""
     detokenizer, spoken = tokenizer.detokenizer(), SpokenText(max_length, is_reproducible=True)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
     return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]

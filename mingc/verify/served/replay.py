@@ -78,7 +78,7 @@ class ServedReplay:
         self._comparison.end()
 
     async def serve_mixed(self) -> list[Served]:
-        """All cases, joining the running ones in groups, while another request leaves early."""
+        """Serve all cases, joining the running ones in groups, while another request leaves early."""
         cases, served = self._goldens.cases, [Served() for _ in self._goldens.cases]
         tasks = []
         leaving = asyncio.create_task(self._leave(cases[-1]))
@@ -99,7 +99,7 @@ class ServedReplay:
             await _first_event(self._events(case, None))
 
     async def check_leaving(self, before: Mapping[str, int]) -> None:
-        """A long chat and a long speech request end when their client leaves, and free their resources."""
+        """Check that a long chat and a long speech request end when their client leaves, and free their resources."""
         with self._log.case("requests that leave"):
             chat = next((case for case in self._goldens.cases if case.messages and case.speech is None), None)
             if chat is not None:

@@ -28,7 +28,7 @@ class Media:
     tensors: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
     def image(self, name: str, height: int, width: int) -> RecordedPart:
-        """A PNG with a different colour at every pixel."""
+        """Make a PNG with a different colour at every pixel."""
         from PIL import Image
 
         y, x = np.mgrid[:height, :width]
@@ -38,7 +38,7 @@ class Media:
         return self._put(name, "image", np.frombuffer(file.getvalue(), np.uint8))
 
     def clip(self, name: str, seconds: float) -> RecordedPart:
-        """A WAV with a rising tone."""
+        """Make a WAV with a rising tone."""
         import soundfile
 
         time = np.arange(int(seconds * _CLIP_HZ)) / _CLIP_HZ

@@ -68,7 +68,7 @@ def replay_served(artifact: Artifact, progress: Callable[[str], None]) -> list[C
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceReport:
-    """Result of the recorded requests on a running service. `comparisons`: those that failed."""
+    """Result of the recorded requests on a running service. `comparisons` has the failed ones."""
 
     passed: bool
     checked: int
