@@ -57,6 +57,27 @@ class ExtensionPoint:
                 fix="repair or uninstall that distribution",
             ) from error
 
+    def find(self, name: str, kind: type[Any], *, option: str) -> Any:
+        """The extension `name`, which is an instance of `kind` and has this name.
+
+        Raises: ConfigError, which names `option` and the known extensions when there is none of this name.
+        """
+        try:
+            found = self.load(name)
+        except KeyError:
+            known = ", ".join(self.names())
+            raise ConfigError(
+                f"unknown {self.noun} {name}", where=option, fix=f"choose from {known}"
+            ) from None
+        if not isinstance(found, kind) or getattr(found, "name", None) != name:
+            raise ConfigError(
+                f"{name} is not a {self.noun} of this name: {found!r}",
+                where=self.group,
+                fix=f"provide an instance of {kind.__module__}.{kind.__name__} whose `name` is that of its file or "
+                "entry point",
+            )
+        return found
+
     def _files(self) -> set[str]:
         spec = importlib.util.find_spec(self.package)
         assert spec is not None and spec.submodule_search_locations is not None, self.package

@@ -373,7 +373,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
                 stage: {graph: each.spec for graph, each in record.graphs.items()}
                 for stage, record in manifest.stages.items()
             }
-            problems += signature_problems(encode(built_in), signatures, manifest.fingerprint.world_size)
+            problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:

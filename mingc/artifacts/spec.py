@@ -6,6 +6,7 @@ A dim is an int or the name of a variable dim, whose range and buckets are in `G
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +30,10 @@ class TensorSpec:
     dtype: DType
     shape: tuple[int | str, ...]
     ranks: Ranks = "same"
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape when its dims have these sizes."""
+        return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +73,13 @@ class GraphSpec:
     dims: tuple[Dim, ...] = ()
     layer_instances: tuple[str, ...] = ("",)
     weights: tuple[str, ...] = ()
+
+    def input(self, name: str) -> TensorSpec:
+        """The input called `name`; KeyError when the graph has none."""
+        for tensor in self.inputs:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(f"graph {self.name} has no input {name}")
 
     def dim(self, name: str) -> Dim:
         """The dim called `name`; KeyError when the graph has none."""

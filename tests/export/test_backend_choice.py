@@ -40,6 +40,7 @@ from mingc.export.tasks.compile_engine import BuiltEngine
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.tasks.graph_task import GraphTask, engine_label
 from mingc.export.tasks.timing import choose_fastest, time_graph
+from mingc.plugins import ExtensionPoint
 from mingc.probe import engine_trial
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -134,9 +135,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_backends(*found: Backend) -> None:
         by_name = {each.name: each for each in found}
-        point = SimpleNamespace(
-            names=lambda: sorted(by_name), load=by_name.__getitem__, group="mingc.backends"
-        )
+
+        class Installed(ExtensionPoint):
+            def names(self) -> list[str]:
+                return sorted(by_name)
+
+            def load(self, name: str) -> Any:
+                return by_name[name]
+
+        point = Installed(noun="backend", package="", attribute="", group="mingc.backends")
         monkeypatch.setattr(backends, "BACKENDS", point)
 
     return set_backends

@@ -269,11 +269,10 @@ class _Examples:
             values.update(place(tokens, dims["P"], dims["KV"] // PAGE_SIZE, generator))
         for tensor in (*spec.inputs, *spec.state):
             if tensor.name not in values:
-                shape = [size if isinstance(size, int) else dims[size] for size in tensor.shape]
-                values[tensor.name] = self._value(tensor.name, shape, generator)
+                values[tensor.name] = self._value(tensor.name, tensor.shape_at(dims), generator)
         return values
 
-    def _value(self, name: str, shape: list[int], generator: torch.Generator) -> Tensor:
+    def _value(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         config = self._config
         match name:
             case "input_ids":
@@ -326,7 +325,7 @@ class _Examples:
         return {"page_table": table.masked_fill(~is_owned, 0), "lengths": lengths}
 
 
-def _example_rules(shape: list[int], generator: torch.Generator) -> Tensor:
+def _example_rules(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Columns of `mingc.kernels.sample_tokens`: limited, penalized and greedy rows in turn, each with a ban."""
     rules = torch.tensor(
         [[1.0, 0.0, 0.9, 0.0, 1.0], [0.7, 40.0, 1.0, 0.0, 1.2], [0.0, 0.0, 1.0, 0.0, 1.3], [1.3, 50.0, 0.95, 0.02, 0.9]]

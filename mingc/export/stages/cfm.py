@@ -340,8 +340,7 @@ def _row_graph(
     )
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        shape = tuple(size if isinstance(size, int) else dims[size] for size in source.shape)
-        return {source.name: torch.randn(shape, generator=generator)}
+        return {source.name: torch.randn(source.shape_at(dims), generator=generator)}
 
     return GraphDef(
         spec=spec,
