@@ -46,7 +46,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple:
         return _decode_tuple(typing.get_args(kind), value, where)
-    if origin in (dict, Mapping) or origin is typing.get_origin(Mapping[str, int]):
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ManifestError(f"expected an object, found {type(value).__name__}", where=where)
         item = typing.get_args(kind)[1]
@@ -63,8 +63,6 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             raise ManifestError(
                 "expected a finite number, found an integer beyond floats", where=where
             ) from None
-    if kind is type(None):
-        kind = types.NoneType
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ManifestError(f"expected {kind.__name__}, found {value!r}", where=where)
     if isinstance(value, float) and not math.isfinite(value):

@@ -18,7 +18,9 @@ Graphs = Mapping[str, Mapping[str, GraphSpec]]
 _SIZES = (
     ("vision_encoder.encode", "pixels", 1, "vision_encoder.merge_size × merge_size"),
     (
-        *("vision_encoder.encode", "pixels", 2),
+        "vision_encoder.encode",
+        "pixels",
+        2,
         "vision_encoder.in_channels × temporal_patch_size × patch_size × patch_size",
     ),
     ("vision_encoder.encode", "embeddings", 1, "vision_encoder.hidden_size"),

@@ -29,6 +29,7 @@ from sliding_window import Sliding
 from torch import Tensor, nn
 
 from mingc.artifacts.artifact import check_fingerprint
+from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import Fingerprint
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.artifacts.target import Host
@@ -40,7 +41,7 @@ from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import BuildJob, Range, read_job
+from mingc.export.compile.tensorrt_builder import BuildJob, Range
 from mingc.export.compile.trace import capture, trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
@@ -738,4 +739,4 @@ def test_a_job_reaches_the_builder_as_it_is() -> None:
     shapes = ((1, 4), (3, 4), (9, 4))
     for cards in (None, (), ("SM86", "SM120")):
         job = BuildJob(library="tensorrt_rtx", ranges=(Range(name="x", shapes=shapes),), cards=cards)
-        assert read_job(job.to_json()) == job
+        assert decode(BuildJob, json.loads(json.dumps(encode(job)))) == job

@@ -31,10 +31,10 @@ from mingc.artifacts.artifact import (
     open_artifact,
     write_manifest,
 )
-from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import Host, KernelConfig
+from mingc.bundles.inspection import summarize
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.runtime.talker.planner import load_voice

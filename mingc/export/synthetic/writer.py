@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,13 @@ import torch
 
 from mingc.artifacts.artifact import write_failure
 from mingc.artifacts.work_folder import work_folder
-from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.stage import StageOptions
 from mingc.export.stages import discover
 from mingc.export.synthetic.checkpoint import open_synthetic
+from mingc.export.weights.loading import safetensors_header
 
 _CHECKOUT = Path(__file__).parents[3]
 BUILT_IN = {
@@ -30,7 +29,6 @@ BUILT_IN = {
     "tiny": _CHECKOUT / "tests" / "data" / "tiny-ming",
 }
 _SHARD_BYTES = 4 << 30
-_ALIGNMENT = 64
 _WEIGHTS = (".safetensors", ".index.json")
 
 
@@ -193,21 +191,8 @@ def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> l
 
 
 def _write_shard(part: Part, names: Sequence[str], dtype: torch.dtype, path: Path) -> int:
-    header: dict[str, Mapping[str, object]] = {}
-    offset = 0
-    for name in names:
-        shape = part.tensors[name].shape
-        end = offset + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
     with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(encoded)) + encoded)
+        stream.write(safetensors_header({name: (dtype, part.tensors[name].shape) for name in names}))
         for name in names:
             stream.write(part.read(name).to(dtype).view(-1).view(torch.uint8).numpy().data)
     return path.stat().st_size
