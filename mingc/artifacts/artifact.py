@@ -45,7 +45,7 @@ class Artifact:
     packed: PackedFile | None = None
 
     def region(self, relative: str) -> FileRegion:
-        """Location of the file `relative`, for readers that can use it there."""
+        """The bytes of the file `relative`, for readers that need no path."""
         if self.packed is not None:
             return self.packed.region(relative)
         path = self.root / relative
@@ -110,7 +110,7 @@ def open_unchecked(root: Path) -> Artifact:
 
 
 def _packed_problems(packed: PackedFile, manifest: Manifest) -> list[str]:
-    """Where the tables of the manifest and of the bundle differ."""
+    """One line per difference between the file tables of manifest and bundle."""
     problems = []
     for name, record in manifest.files.items():
         found = packed.bundle.files.get(name)

@@ -1,4 +1,4 @@
-"""Conversion between frozen dataclasses and JSON; an unknown key is an error that names the nearest known one."""
+"""Convert frozen dataclasses to JSON and back; the error about an unknown key names the nearest known key."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
 
 @cache
 def _type_hints(kind: Any) -> dict[str, Any]:
-    """Evaluating the annotations of a class takes longer than decoding a document of it."""
+    """Cached, because evaluating annotations takes longer than decoding a document."""
     return typing.get_type_hints(kind)
 
 

@@ -1,6 +1,6 @@
 """A packed bundle: one stored ZIP64 file whose weights are memory-mapped inside it. No torch.
 
-Opening compares every byte that is not content of a file with the layout that names, sizes and CRC-32 determine
+Opening compares every byte outside file contents with the layout that names, sizes and CRC-32 determine
 (`zip_layout`), and the file table of `bundle.json` with the index. The content is compared by sha256, as in a folder.
 """
 

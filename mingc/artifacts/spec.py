@@ -22,8 +22,8 @@ Quantization = Literal["fp8", "int4"]
 class TensorSpec:
     """One tensor of a graph's I/O signature. `shape` mixes ints and names of dims: `("T", 4096)`.
 
-    `ranks` is how an output of a sharded stage is combined over ranks: every rank has it, they are summed, or they are
-    concatenated along the last axis. The caller of the engines combines them.
+    `ranks` says how the caller combines an output of a sharded stage: every rank returns the whole output, the outputs
+    are summed, or they are concatenated along the last axis.
     """
 
     name: str
@@ -89,7 +89,7 @@ class GraphSpec:
         raise KeyError(f"graph {self.name} has no dim {name}")
 
     def bucket_sizes(self) -> list[dict[str, int]]:
-        """Every combination of buckets of the dims that have some; one empty combination when none has."""
+        """Every combination of bucket sizes; a single empty one when no dim has buckets."""
         bucketed = [dim for dim in self.dims if dim.buckets]
         return [
             dict(zip((dim.name for dim in bucketed), sizes, strict=True))

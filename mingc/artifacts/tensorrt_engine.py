@@ -25,13 +25,13 @@ class EngineHeader:
     """The builder of an engine and the cards it is for.
 
     Attributes:
-        library, version: `tensorrt_rtx` or `tensorrt`, and its version, which alone can load the plan.
+        library, version: `tensorrt_rtx` or `tensorrt`, and its version; no other version loads the plan.
         capabilities: compute capabilities of the GPUs that run it, as `8.9`.
         inputs, weights: names of the inputs that are given in every call, then of the weights.
         outputs: names of results, then of new states.
         state: for each new state the index of the input that it replaces.
-        slots: index of the input with the rows of states that a call reads and writes. The plan has states of these
-            rows alone, behind row 0, which is padding; None: it has whole states.
+        slots: index of the input that selects the rows of states. The plan takes only these rows, after row 0, which
+            is padding; None: it takes whole states.
         model_bytes, plan_bytes: sizes of the parts behind the header.
     """
 

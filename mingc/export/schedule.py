@@ -93,7 +93,9 @@ class Schedule:
             for static_shapes in graph.sizes
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        self._to_write = deque(file for each in plan.files.values() for file in each[1:])  # until it is whole
+        self._to_write = deque(
+            file for each in plan.files.values() for file in each[1:]
+        )  # a file stays until it is complete
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
         self._to_time: list[GraphTask] = []
@@ -126,7 +128,7 @@ class Schedule:
                 self._time(pool, task)
 
     def _fill(self, pool: WorkerPool) -> None:
-        # No more than there are processes, so that a check need not queue behind compiles.
+        # Submit no more tasks than there are processes, so that a check does not queue behind compiles.
         while len(self._running) < self._recipe.jobs and self._begin_next(pool):
             pass
 

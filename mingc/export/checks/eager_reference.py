@@ -39,7 +39,7 @@ class EagerRanks:
         return EagerRanks(self.plan, self.modules, inputs)
 
     def on_device(self) -> EagerRanks:
-        """The same, with inputs moved to the device of the modules' weights, if they have any."""
+        """The same modules, with inputs on the device of their weights, if they have any."""
         weight = next(self.modules[0].parameters(), None)
         if weight is None:
             return self

@@ -33,7 +33,7 @@ _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
 MAX_GATHERED_BYTES = 4 << 30
-# Of quantized weights. ONNX Runtime names the dtype of memory that it reads by numpy's, which lacks it.
+# The dtype of quantized weights: ONNX Runtime names dtypes as numpy does, and numpy lacks this one.
 UNBOUND_DTYPE = torch.float8_e4m3fn
 
 
@@ -176,7 +176,7 @@ def _finish(model: Any, written: Sequence[int]) -> Any:
         del graph.initializers[name]
         value.const_value = None
         graph.inputs.append(value)
-    # After that, so that no weight is folded into the model.
+    # Weights became inputs before, so that none is folded into the model.
     optimizer.optimize(model, num_iterations=2)
     for value in weights.values():
         if not value.uses():
@@ -205,7 +205,7 @@ def _finish(model: Any, written: Sequence[int]) -> Any:
 def _may_share(before: Any, after: Any) -> bool:
     """Whether state `before` and its new value `after` may be the same memory.
 
-    They may when one node writes rows of it and nothing else reads its old values, which could run after that node.
+    They may when one node writes rows of it and no other node reads its old values: such a node could run later.
     """
     readers = [node for node, _ in before.uses() if node.op_type != "Shape"]
     if len(readers) != 1 or before.is_graph_output():

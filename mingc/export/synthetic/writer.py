@@ -34,7 +34,7 @@ _WEIGHTS = (".safetensors", ".index.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthReport:
-    """Result. `largest_shard_bytes` is the reference for the memory of an export."""
+    """The written checkpoint. An export should need little more memory than `largest_shard_bytes`."""
 
     folder: Path
     files: int
@@ -59,7 +59,7 @@ def synthesize(
     Args:
         config: `released`, `tiny` (both in a checkout only), or a folder of configs in the released layout, or its
             config.json.
-        layers: of the thinker; None leaves the config's number.
+        layers: layers of the thinker; None keeps the config's number.
         seed: equal seeds give equal files.
 
     Raises: ConfigError, CheckpointError.
@@ -122,7 +122,7 @@ def synthesize(
 
 
 def _write_tokenizers(checkpoint: Checkpoint, folder: Path, log: Callable[[str], None]) -> None:
-    """Byte tokenizers of the stages whose tokenizer is not among the configs."""
+    """Write a byte tokenizer for each stage whose tokenizer is not among the configs."""
     for stage in discover().values():
         if stage.tokenizer is None or not stage.tokenizer.byte_fallback or not stage.is_present(checkpoint):
             continue
@@ -151,7 +151,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     """Raises: CheckpointError unless it is JSON with an `llm_config`."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # or the bytes are not UTF-8
         raise CheckpointError(
             f"the config is not readable: {error}", where=str(file), fix="copy the config again"
         ) from error
@@ -167,7 +167,7 @@ def _set_layers(file: Path, layers: int) -> None:
 
 
 def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> list[int]:
-    """Write the shards of one part, and their index when there are several; the bytes of each."""
+    """Write the shards of one part, and an index when there are several. Returns the bytes of each shard."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, entry in part.tensors.items():

@@ -51,7 +51,7 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphResult:
-    """A built and checked graph and the most memory the process that checked it held."""
+    """A built and checked graph, and the peak memory of the process that checked it."""
 
     stage: str
     record: GraphRecord

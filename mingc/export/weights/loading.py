@@ -1,4 +1,4 @@
-"""Writes a stage's weights file tensor by tensor, and fills a module from it by memory map.
+"""Write a stage's weights file tensor by tensor, and fill a module from it by memory map.
 
 The safetensors format is written here because the library's writer needs every tensor in memory at once; a rank
 of the released thinker has 50 GB. Format: 8-byte little-endian header length, JSON header, raw tensors.
@@ -205,7 +205,7 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
 
 
 def _is_routed(source: WeightSource, value: torch.Tensor) -> bool:
-    """Whether a weight is one of the routed experts (E, …), whose torch reference converts what it uses."""
+    """Whether a weight holds routed experts (E, …): their torch reference converts only the experts that it uses."""
     return source.quantizable == "experts" and value.dim() == 3
 
 
