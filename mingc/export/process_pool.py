@@ -87,8 +87,8 @@ class WorkerPool(ProcessPoolExecutor):
 def worker_pool(jobs: int, gpus: Sequence[str] = ()) -> Iterator[WorkerPool]:
     """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately.
 
-    Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without `gpus`, it sees the GPUs of this
-    process.
+    Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without `gpus`, it sees what this
+    process sees.
     """
     others = set(multiprocessing.active_children())
     _start_tracker()

@@ -30,8 +30,8 @@ def word(number: int) -> str:
 def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
     """The text of a tokenizer.json.
 
-    An id beyond bytes and special tokens is a space and its `word`; other text is bytes. So a prompt of random words has
-    tokens from the whole vocabulary.
+    An id beyond bytes and special tokens is a space and its `word`; other text is bytes. So a prompt of random words
+    has tokens from the whole vocabulary.
 
     Args:
         vocab_size: number of ids, special tokens included.

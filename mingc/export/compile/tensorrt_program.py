@@ -190,7 +190,7 @@ def _key(
 
 
 def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> list[Range]:
-    """Ranges of the inputs with dims that vary, in the order of the program. Raises: CompileError if one is too large."""
+    """Ranges of the inputs with dims that vary, in the program's order. Raises: CompileError if one is too large."""
     given = [
         each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
     ]

@@ -184,9 +184,8 @@ def _state(config: TalkerConfig, options: StageOptions) -> tuple[TensorSpec, ...
 def _example_state(
     config: TalkerConfig, options: StageOptions, num_slots: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    shape = (num_slots, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
     return {
-        spec.name: torch.randn(shape, generator=generator).to(options.dtype)
+        spec.name: torch.randn(spec.shape_at({"S": num_slots}), generator=generator).to(options.dtype)
         for spec in _state(config, options)
     }
 
