@@ -44,7 +44,7 @@ class Schedule:
     Engines need only the first rank's weights file of their stage, which the caller has written. Files of other ranks
     are written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
     comparisons, which read every rank's file, start when all files of their stage are complete. If several backends are
-    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph
+    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of these graphs
     runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
     error.
 

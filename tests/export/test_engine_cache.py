@@ -59,7 +59,7 @@ def test_use_counts_and_not_age(tmp_path: Path) -> None:
     assert first.exists() and not second.exists()
 
 
-def test_an_engine_that_is_removed_meanwhile_is_compiled(
+def test_an_engine_that_another_export_removes_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
@@ -85,13 +85,13 @@ def test_an_engine_that_is_removed_meanwhile_is_compiled(
     whole = engine_cache.take
 
     def removed(kept: Path, path: Path) -> bool:
-        kept.unlink()  # by another export, between the look at it and the copy
+        kept.unlink()  # another export removes it between the check and the copy
         return whole(kept, path)
 
     monkeypatch.setattr("mingc.export.compile.backends.aoti.take", removed)
     compile_it()
     assert len(compiled) == 2 and engine.exists()
-    with pytest.raises(FileNotFoundError):  # a folder of the artifact that is missing is no missing engine
+    with pytest.raises(FileNotFoundError):  # a missing folder of the artifact is not a missing engine
         take(_engine(tmp_path, "1", 1, 1), tmp_path / "nowhere" / "engine.pt2")
 
 
@@ -99,7 +99,7 @@ def test_an_engine_that_is_removed_meanwhile_is_compiled(
 def test_a_full_disk_of_the_cache_is_named_as_the_caches(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as the output's: there may be space enough."""
+    """The output may have enough space, so the error must not name it."""
 
     def full(source: Path, target: Path) -> Any:
         raise OSError(number, os.strerror(number))

@@ -29,7 +29,7 @@ from mingc.verify.engine_run import run_engine
 
 _END_S = 60
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
-# A pool as the pipeline's, whose process then waits to be killed.
+# A pool like that of an export, whose process then waits to be killed.
 _EXPORT = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor

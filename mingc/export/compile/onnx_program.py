@@ -205,7 +205,7 @@ def _finish(model: Any, written: Sequence[int]) -> Any:
 def _may_share(before: Any, after: Any) -> bool:
     """Whether state `before` and its new value `after` may be the same memory.
 
-    They may when one node writes rows of it and no other node reads its old values: such a node could run later.
+    They may when one node writes rows of it and no other node, which could run later, reads its old values.
     """
     readers = [node for node, _ in before.uses() if node.op_type != "Shape"]
     if len(readers) != 1 or before.is_graph_output():

@@ -113,7 +113,7 @@ class AudioBlock(nn.Module):
         self.fc2 = nn.Linear(_MLP_RATIO * config.width, config.width)
 
     def forward(self, x_NLW: Tensor, update_NLW: Tensor | None, clips: Segments) -> tuple[Tensor, Tensor]:
-        """Shapes as in `AudioAttention`; `update_NLW` is to be added to the residual stream `x_NLW` first.
+        """Shapes as in `AudioAttention`; `update_NLW` is first added to the residual stream `x_NLW`.
 
         Returns the stream before the last update, and this update: the next norm adds it.
         """
