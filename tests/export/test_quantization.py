@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.spec import Quantization
-from mingc.errors import ConfigError, ExportError
+from mingc.errors import ExportError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import run_eager
 from mingc.export.checks.quantization_error import decoder_quantization_error
@@ -160,14 +160,6 @@ def recipe(*words: str) -> ExportRecipe:
     return ExportRecipe(checkpoint=TINY, output=Path("out"), quantize=words)
 
 
-def test_the_recipe_selects_a_format_per_stage() -> None:
-    assert recipe().quantization("cfm") is None
-    assert recipe("fp8").quantization("cfm") == "fp8"
-    assert recipe("fp8").quantization("vision_encoder") is None
-    assert recipe("cfm=fp8").quantization("cfm") == "fp8"
-    assert recipe("cfm=fp8").quantization("talker") is None
-
-
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_quantization_error_of_the_thinker(
@@ -257,11 +249,3 @@ def test_formats_of_the_thinker(
     kept = {name.rpartition(".")[2] for name in names - quantized if not name.endswith("_scale")}
     tables = {"word_embeddings", "inv_freq", "position_rows"}
     assert kept == tables | {"norm", "q_norm", "k_norm", "weight", "bias"}  # the last two are the router's
-
-
-@pytest.mark.parametrize(
-    "words", [("fp4",), ("cfm=int4",), ("talker=int4",), ("vision_encoder=fp8",), ("cfm=",), ("fp8", "fp8")]
-)
-def test_the_recipe_refuses_unsupported_formats(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="--quantize"):
-        recipe(*words)
