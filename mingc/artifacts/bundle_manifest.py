@@ -67,6 +67,8 @@ def parse_bundle_manifest(content: bytes, where: str) -> BundleManifest:
     ]
     own = {BUNDLE_FILE, SIGNATURE_FILE} & {*manifest.files}
     if outside or own:
-        problem = f"{outside[0]!r} is no path inside" if outside else f"{min(own)} cannot list itself"
-        raise ManifestError(f"{BUNDLE_FILE} names files that cannot be: {problem}", where=where, fix=_FIX)
+        problem = (
+            f"{outside[0]!r} is not a path inside the bundle" if outside else f"{min(own)} cannot list itself"
+        )
+        raise ManifestError(f"{BUNDLE_FILE} names files that cannot exist: {problem}", where=where, fix=_FIX)
     return manifest

@@ -61,7 +61,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             return float(value)
         except OverflowError:
             raise ManifestError(
-                "expected a finite number, found an integer beyond floats", where=where
+                "expected a finite number, found an integer too large for a float", where=where
             ) from None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ManifestError(f"expected {kind.__name__}, found {value!r}", where=where)

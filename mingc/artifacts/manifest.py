@@ -383,10 +383,12 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})
     if outside or unlisted:
         problem = (
-            f"{outside[0]!r} is no path inside" if outside else f"{unlisted[0]} is not in the file table"
+            f"{outside[0]!r} is not a path inside the artifact"
+            if outside
+            else f"{unlisted[0]} is not in the file table"
         )
         raise ManifestError(
-            f"{FILE_NAME} names files that are not the artifact's: {problem}",
+            f"{FILE_NAME} names files that do not belong to the artifact: {problem}",
             where=path,
             fix=_FIX,
         )

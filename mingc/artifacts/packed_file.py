@@ -132,7 +132,10 @@ def _index(path: Path, descriptor: int) -> tuple[list[Member], list[Placed]]:
     names = [each.name for each in members]
     wrong = next((name for name in names if not is_inside(name)), None)
     if wrong is not None or len({*names}) != len(names):
-        raise _damaged(path, f"index: {wrong!r} is no path inside" if wrong else "index: a name occurs twice")
+        raise _damaged(
+            path,
+            f"index: {wrong!r} is not a path inside the bundle" if wrong else "index: a name occurs twice",
+        )
     if sum(each.size_bytes for each in members) > size:
         raise _damaged(path, "index: the files are larger than the bundle")
     placed = place([(each.name, each.size_bytes) for each in members])

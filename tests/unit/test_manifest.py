@@ -211,7 +211,7 @@ def test_a_file_outside_the_artifact_is_refused(artifact_path: Path, name: str) 
     record = {"size_bytes": 1, "sha256": "0" * 64}
     files = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))["files"]
     change(artifact_path, files={**files, name: record})
-    with pytest.raises(ManifestError, match="is no path inside"):
+    with pytest.raises(ManifestError, match="is not a path inside the artifact"):
         read_manifest(artifact_path)
 
 

@@ -223,7 +223,7 @@ def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
     """Raises: CompileError when weights of `module` are stored in FP8, which is not supported for ONNX models."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
-            f"weights are stored as {UNBOUND_DTYPE}, which ONNX models here do not read",
+            f"weights are stored as {UNBOUND_DTYPE}, which the ONNX models of mingc do not read",
             where=where,
             fix=fix,
         )
