@@ -6,15 +6,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mingc.artifacts.artifact import write_failure
-from mingc.artifacts.work_folder import work_folder
+from mingc.artifacts.artifact import folder_beside, write_failure
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint, Part
@@ -72,15 +70,7 @@ def synthesize(
     if layers is not None and layers < 1:
         raise ConfigError(f"--layers {layers}: must be at least 1", where="mingc synth", fix="leave it out")
     try:
-        with ExitStack() as stack:
-            try:
-                work = stack.enter_context(work_folder(output.absolute().parent, f".{output.name}."))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot create a folder next to {output}: {error.strerror}",
-                    where="OUTPUT",
-                    fix="pass another folder",
-                ) from error
+        with folder_beside(output, option="OUTPUT") as work:
             shutil.copytree(
                 source,
                 work,
