@@ -51,16 +51,14 @@ class Step:
 
         def state(spec: GraphSpec) -> dict[str, Tensor]:
             return {
-                each.name: torch.randn(
-                    [size if isinstance(size, int) else sizes[size] for size in each.shape],
-                    generator=generator,
-                    device="cuda",
-                ).to(getattr(torch, each.dtype))
+                each.name: torch.randn(each.shape_at(sizes), generator=generator, device="cuda").to(
+                    getattr(torch, each.dtype)
+                )
                 for each in spec.state
             }
 
         def normal(spec: GraphSpec, name: str, rows: int) -> Tensor:
-            tensor = next(each for each in spec.inputs if each.name == name)
+            tensor = spec.input(name)
             shape = [rows, *tensor.shape[1:]]
             return torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, tensor.dtype))
 

@@ -29,7 +29,7 @@ def prefill(own: Rank, prompt: int) -> list[Figure]:
     """Time a prompt alone on the device, with all its chunks in one CUDA graph."""
     setup, job = own.setup, own.job
     chunk = max(size for size in setup.chunks if size <= prompt)
-    tables = next(each for each in own.stage["prefill_attention"].spec.inputs if each.name == "page_table")
+    tables = own.stage["prefill_attention"].spec.input("page_table")
     table = own.page_table(1, prompt)
     table = torch.cat([table, table.new_zeros(int(tables.shape[0]) - 1, table.shape[1])])
     chunks = []

@@ -94,7 +94,7 @@ class Engines:
 
     def put(self, value: NDArray[np.generic], graph: Graph, name: str) -> torch.Tensor:
         """Copy `value` to the device, in the dtype of input `name` of `graph`."""
-        spec = next(tensor for tensor in graph.spec.inputs if tensor.name == name)
+        spec = graph.spec.input(name)
         return torch.from_numpy(np.ascontiguousarray(value)).to(self.device, torch_dtype(spec.dtype))
 
 

@@ -45,7 +45,7 @@ def num_frames(engines: Engines, wave: Floats) -> int:
 
 def _samples_encoded(engines: Engines) -> int:
     """Samples per latent of the encoder; its frames may differ in length from the decoder's."""
-    spec = next(each for each in engines.stage("audio_vae")["encode"].spec.inputs if each.name == "waveform")
+    spec = engines.stage("audio_vae")["encode"].spec.input("waveform")
     return int(spec.shape[1])
 
 
@@ -56,7 +56,7 @@ def _frames_per_latent(engines: Engines) -> int:
 
 def latents_per_patch(engines: Engines) -> int:
     """Latents per call of `stream`."""
-    spec = next(each for each in engines.stage("audio_vae")["stream"].spec.inputs if each.name == "latents")
+    spec = engines.stage("audio_vae")["stream"].spec.input("latents")
     return int(spec.shape[1])
 
 

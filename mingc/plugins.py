@@ -1,7 +1,7 @@
-"""Discovery of extensions: the files of a folder of mingc, and entry points of other distributions.
+"""Discover extensions: files in a folder of mingc, and entry points of other distributions.
 
-Nothing is imported before it is asked for. Child processes find the same extensions, as entry points are looked up on
-the import path.
+An extension is imported when it is loaded, not before. Child processes find the same extensions, because entry points
+are looked up on the import path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ExtensionPoint:
     Attributes:
         noun: for error messages: stage, backend, engine.
         package: its files are extensions, each named after its file.
-        attribute: the object in such a file.
+        attribute: name of the extension object in its file.
         group: entry points of this group are extensions as well; each names the object itself.
     """
 
@@ -38,7 +38,7 @@ class ExtensionPoint:
         return sorted({*self._files(), *self._entry_points()})
 
     def load(self, name: str) -> Any:
-        """The object of the extension `name`.
+        """Import the extension `name` and return its object.
 
         Raises: KeyError when there is none of this name, ConfigError when it cannot be imported from its distribution
             or two have the same name.
@@ -56,6 +56,27 @@ class ExtensionPoint:
                 where=f"entry point {entry.name} = {entry.value} of {_distribution(entry)}",
                 fix="repair or uninstall that distribution",
             ) from error
+
+    def find(self, name: str, kind: type[Any], *, option: str) -> Any:
+        """The extension `name`, which is an instance of `kind` and has this name.
+
+        Raises: ConfigError, which names `option` and the known extensions when there is none of this name.
+        """
+        try:
+            found = self.load(name)
+        except KeyError:
+            known = ", ".join(self.names())
+            raise ConfigError(
+                f"unknown {self.noun} {name}", where=option, fix=f"choose from {known}"
+            ) from None
+        if not isinstance(found, kind) or getattr(found, "name", None) != name:
+            raise ConfigError(
+                f"{name} is not a {self.noun} of this name: {found!r}",
+                where=self.group,
+                fix=f"provide an instance of {kind.__module__}.{kind.__name__} whose `name` is that of its file or "
+                "entry point",
+            )
+        return found
 
     def _files(self) -> set[str]:
         spec = importlib.util.find_spec(self.package)

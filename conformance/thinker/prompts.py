@@ -90,7 +90,7 @@ def _media(
         rows[index] = log.input(f"{case}.audio_embeds").reshape(-1, parameters.hidden_size)
     if not kinds.any():
         return kinds, None
-    spec = next(each for each in engines.stage("thinker")["embed"].spec.inputs if each.name == "embeds")
+    spec = engines.stage("thinker")["embed"].spec.input("embeds")
     return kinds, torch.from_numpy(rows[kinds != WORD]).to(engines.device, torch_dtype(spec.dtype))
 
 

@@ -45,7 +45,7 @@ class Artifact:
     packed: PackedFile | None = None
 
     def region(self, relative: str) -> FileRegion:
-        """Location of the file `relative`, for readers that can use it there."""
+        """The bytes of the file `relative`, for readers that need no path."""
         if self.packed is not None:
             return self.packed.region(relative)
         path = self.root / relative
@@ -110,7 +110,7 @@ def open_unchecked(root: Path) -> Artifact:
 
 
 def _packed_problems(packed: PackedFile, manifest: Manifest) -> list[str]:
-    """Where the tables of the manifest and of the bundle differ."""
+    """One line per difference between the file tables of manifest and bundle."""
     problems = []
     for name, record in manifest.files.items():
         found = packed.bundle.files.get(name)
@@ -181,6 +181,21 @@ def _runs_on(recorded: Fingerprint, here: Host) -> bool:
 
 
 @contextmanager
+def folder_beside(root: Path, *, option: str) -> Iterator[Path]:
+    """A work folder next to `root`. Raises: ConfigError, which names `option`, when it cannot be made."""
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(work_folder(root.absolute().parent, f".{root.name}."))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a folder next to {root}: {error.strerror}",
+                where=option,
+                fix="pass another folder",
+            ) from error
+        yield work
+
+
+@contextmanager
 def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     """A temporary folder beside `root` that becomes `root` when the block succeeds and is removed otherwise.
 
@@ -190,15 +205,7 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
     runs, the finished folder is kept next to `root`, under the name given in the error.
     """
     check_replaceable(root, replace_existing=replace_existing)
-    with ExitStack() as stack:
-        try:
-            work = stack.enter_context(work_folder(root.parent, f".{root.name}."))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create a folder next to {root}: {error.strerror}",
-                where="--output",
-                fix="pass another folder",
-            ) from error
+    with folder_beside(root, option="--output") as work:
         try:
             yield work
             put_in_place(work, root, replace_existing=replace_existing)

@@ -1,4 +1,4 @@
-"""`bundle.json`: every file of a bundle with size, sha256 and CRC-32. Signatures are made over its bytes."""
+"""`bundle.json`: every file of a bundle with size, sha256 and CRC-32. Signatures cover its bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parse_bundle_manifest(content: bytes, where: str) -> BundleManifest:
         manifest = decode(BundleManifest, document)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{where}: {error.where}", fix=_FIX) from error
-    # Two names of one path, or a file where another has its folder, could not be unpacked as they are recorded.
+    # Two names for one path, or a file named like the folder of another, could not be unpacked.
     folders = {parent.as_posix() for name in manifest.files for parent in PurePosixPath(name).parents}
     outside = [
         name
@@ -67,6 +67,8 @@ def parse_bundle_manifest(content: bytes, where: str) -> BundleManifest:
     ]
     own = {BUNDLE_FILE, SIGNATURE_FILE} & {*manifest.files}
     if outside or own:
-        problem = f"{outside[0]!r} is no path inside" if outside else f"{min(own)} cannot list itself"
-        raise ManifestError(f"{BUNDLE_FILE} names files that cannot be: {problem}", where=where, fix=_FIX)
+        problem = (
+            f"{outside[0]!r} is not a path inside the bundle" if outside else f"{min(own)} cannot list itself"
+        )
+        raise ManifestError(f"{BUNDLE_FILE} names files that cannot exist: {problem}", where=where, fix=_FIX)
     return manifest

@@ -1,4 +1,4 @@
-"""Conversion between frozen dataclasses and JSON; an unknown key is an error that names the nearest known one."""
+"""Convert frozen dataclasses to JSON and back; the error about an unknown key names the nearest known key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if origin is tuple:
         return _decode_tuple(typing.get_args(kind), value, where)
-    if origin in (dict, Mapping) or origin is typing.get_origin(Mapping[str, int]):
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ManifestError(f"expected an object, found {type(value).__name__}", where=where)
         item = typing.get_args(kind)[1]
@@ -61,10 +61,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             return float(value)
         except OverflowError:
             raise ManifestError(
-                "expected a finite number, found an integer beyond floats", where=where
+                "expected a finite number, found an integer too large for a float", where=where
             ) from None
-    if kind is type(None):
-        kind = types.NoneType
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ManifestError(f"expected {kind.__name__}, found {value!r}", where=where)
     if isinstance(value, float) and not math.isfinite(value):
@@ -114,7 +112,7 @@ def _decode_tuple(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, .
 
 @cache
 def _type_hints(kind: Any) -> dict[str, Any]:
-    """Evaluating the annotations of a class takes longer than decoding a document of it."""
+    """Cached, because evaluating annotations takes longer than decoding a document."""
     return typing.get_type_hints(kind)
 
 

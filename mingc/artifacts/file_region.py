@@ -22,7 +22,7 @@ class FileRegion:
     name: str
     offset: int
     size_bytes: int
-    is_whole: bool = False  # a file of its own: libraries may open it by its path
+    is_whole: bool = False  # the region is the whole file, so libraries may open it by its path
 
     def __str__(self) -> str:
         return str(self.path) if self.is_whole else f"{self.path}: {self.name}"
@@ -48,7 +48,7 @@ class FileRegion:
         return digest.hexdigest()
 
     def mapped(self) -> memoryview:
-        """The content, memory-mapped: writable for libraries that ask for it, but writes stay in this process."""
+        """Map the content into memory. Some libraries ask for writable memory; writes stay in this process."""
         begin = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         skipped = self.offset - begin
         descriptor = os.open(self.path, os.O_RDONLY)

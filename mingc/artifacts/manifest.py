@@ -117,7 +117,7 @@ class EngineTiming:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendRefusal:
-    """A backend that could not build a graph, or whose engines failed their check or while timed, and the reason."""
+    """A backend that could not build a graph, or whose engines failed a check or a timing, and the reason."""
 
     backend: str
     reason: str
@@ -137,7 +137,7 @@ class BackendTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphRecord:
-    """One graph of a stage: its I/O signature, one engine for every size or one for each, its golden and its parity.
+    """One graph of a stage: its I/O signature, one engine for all sizes or one per size, its golden and its parity.
 
     `trial` says why `--backend auto` kept these engines; None: the backend was named. `auto` may keep engines of
     different backends for different sizes.
@@ -182,8 +182,8 @@ class TunedKernel:
             grouped (a prefill chunk).
         intermediate_size: this rank's share of an expert.
         top_k: experts of a token.
-        up, down: the experts' first GEMM and their second.
-        block_m, swap_operands, extra_rows: of grouped GEMMs, see `mingc.kernels.triton.moe_config.MoeConfig`.
+        up, down: the experts' first and second GEMM.
+        block_m, swap_operands, extra_rows: for grouped GEMMs, see `mingc.kernels.triton.moe_config.MoeConfig`.
         us, default_us: microseconds for a layer's experts with this configuration and with the default one; equal when
             the default was the fastest.
         device: name of the GPU they were timed on.
@@ -210,10 +210,10 @@ class TunedKernel:
 class StageRecord:
     """One stage: graphs by name, and one weights file per rank (a single one when the stage is not sharded).
 
-    `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance whose
-    weights are in no file to the instance whose distribution they have: random weights are stored for one instance of
-    a graph, and drawn for the others at load, seeded by their names. `kernel_configs` lists the kernels that were timed
-    at export.
+    `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance
+    without stored weights to the instance whose weights are stored: an export of random weights stores one instance of
+    a graph, and loading draws the others from the same distribution, seeded by their names. `kernel_configs` lists the
+    kernels that were timed at export.
     """
 
     is_sharded: bool
@@ -373,7 +373,7 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
                 stage: {graph: each.spec for graph, each in record.graphs.items()}
                 for stage, record in manifest.stages.items()
             }
-            problems += signature_problems(encode(built_in), signatures, manifest.fingerprint.world_size)
+            problems += signature_problems(built_in, signatures, manifest.fingerprint.world_size)
     except ManifestError as error:
         raise ManifestError(error.message, where=f"{path}: {error.where}", fix=_FIX) from error
     if problems:
@@ -383,10 +383,12 @@ def parse_manifest(content: bytes, path: str) -> Manifest:
     unlisted = sorted({*manifest.named_files()} - {*manifest.files})
     if outside or unlisted:
         problem = (
-            f"{outside[0]!r} is no path inside" if outside else f"{unlisted[0]} is not in the file table"
+            f"{outside[0]!r} is not a path inside the artifact"
+            if outside
+            else f"{unlisted[0]} is not in the file table"
         )
         raise ManifestError(
-            f"{FILE_NAME} names files that are not the artifact's: {problem}",
+            f"{FILE_NAME} names files that do not belong to the artifact: {problem}",
             where=path,
             fix=_FIX,
         )
@@ -411,7 +413,7 @@ def _schema_fix(schema: object, document: Any) -> str:
 
 
 def _typed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`parameters` with the ones of built-in stages decoded."""
+    """Decode the parameters of built-in stages."""
     return {
         name: decode(BUILT_IN[name], given, f"$.parameters.{name}") if name in BUILT_IN else given
         for name, given in parameters.items()

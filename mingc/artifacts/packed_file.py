@@ -1,6 +1,6 @@
 """A packed bundle: one stored ZIP64 file whose weights are memory-mapped inside it. No torch.
 
-Opening compares every byte that is not content of a file with the layout that names, sizes and CRC-32 determine
+Opening compares every byte outside file contents with the layout that names, sizes and CRC-32 determine
 (`zip_layout`), and the file table of `bundle.json` with the index. The content is compared by sha256, as in a folder.
 """
 
@@ -132,7 +132,10 @@ def _index(path: Path, descriptor: int) -> tuple[list[Member], list[Placed]]:
     names = [each.name for each in members]
     wrong = next((name for name in names if not is_inside(name)), None)
     if wrong is not None or len({*names}) != len(names):
-        raise _damaged(path, f"index: {wrong!r} is no path inside" if wrong else "index: a name occurs twice")
+        raise _damaged(
+            path,
+            f"index: {wrong!r} is not a path inside the bundle" if wrong else "index: a name occurs twice",
+        )
     if sum(each.size_bytes for each in members) > size:
         raise _damaged(path, "index: the files are larger than the bundle")
     placed = place([(each.name, each.size_bytes) for each in members])

@@ -31,7 +31,7 @@ class VisionParameters:
     video_fps: float
     video_max_frames: int
     max_patches: int  # the largest bucket: a frame with more patches is refused
-    # Loading fits an image to these before the encoder's own rule above applies; the checkpoint does not carry them.
+    # Loading fits an image to these sizes before the encoder's rule applies; no file of the checkpoint has them.
     load_factor: int = 32
     load_min_pixels: int = 4 * 32 * 32
     load_max_pixels: int = 16384 * 32 * 32

@@ -6,6 +6,7 @@ A dim is an int or the name of a variable dim, whose range and buckets are in `G
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,14 +22,18 @@ Quantization = Literal["fp8", "int4"]
 class TensorSpec:
     """One tensor of a graph's I/O signature. `shape` mixes ints and names of dims: `("T", 4096)`.
 
-    `ranks` is how an output of a sharded stage is combined over ranks: every rank has it, they are summed, or they are
-    concatenated along the last axis. The caller of the engines combines them.
+    `ranks` says how the caller combines an output of a sharded stage: every rank returns the whole output, the outputs
+    are summed, or they are concatenated along the last axis.
     """
 
     name: str
     dtype: DType
     shape: tuple[int | str, ...]
     ranks: Ranks = "same"
+
+    def shape_at(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape when its dims have these sizes."""
+        return tuple(size if isinstance(size, int) else sizes[size] for size in self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +74,13 @@ class GraphSpec:
     layer_instances: tuple[str, ...] = ("",)
     weights: tuple[str, ...] = ()
 
+    def input(self, name: str) -> TensorSpec:
+        """The input called `name`; KeyError when the graph has none."""
+        for tensor in self.inputs:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(f"graph {self.name} has no input {name}")
+
     def dim(self, name: str) -> Dim:
         """The dim called `name`; KeyError when the graph has none."""
         for dim in self.dims:
@@ -77,7 +89,7 @@ class GraphSpec:
         raise KeyError(f"graph {self.name} has no dim {name}")
 
     def bucket_sizes(self) -> list[dict[str, int]]:
-        """Every combination of buckets of the dims that have some; one empty combination when none has."""
+        """Every combination of bucket sizes; a single empty one when no dim has buckets."""
         bucketed = [dim for dim in self.dims if dim.buckets]
         return [
             dict(zip((dim.name for dim in bucketed), sizes, strict=True))

@@ -60,7 +60,8 @@ class StageGraph:
     def problems(self) -> Iterator[str]:
         """One line per fault.
 
-        Another version, a node twice, an unknown end, the client at both ends, a port with several producers.
+        Faults are another version, a repeated node, an unknown end of an edge, an edge from the client to itself, and
+        a port with several producers.
         """
         if self.version != VERSION:
             yield f"stage graph of version {self.version}, expected {VERSION}"

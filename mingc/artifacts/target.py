@@ -37,12 +37,12 @@ class Host:
 
 
 def is_rtx(target: str) -> bool:
-    """Whether a target of an export names RTX cards: `rtx:sm86,sm89`."""
+    """Whether an export target names RTX cards: `rtx:sm86,sm89`."""
     return target.startswith(_RTX)
 
 
 def rtx_capabilities(target: str) -> tuple[Capability, ...] | None:
-    """Compute capabilities of the RTX cards that a target of an export names, in its order; None: it names none.
+    """Compute capabilities of the RTX cards that an export target names, in this order; None: it names none.
 
     Raises: ValueError, whose message says which word is wrong.
     """
@@ -86,7 +86,7 @@ def sm_name(capability: Capability) -> str:
 class KernelConfig:
     """A GEMM of an expert: `block_n` weight rows by `block_k` inputs per step, `tiles_per_program` tiles.
 
-    `block_k` counts stored elements: INT4 has two inputs in one.
+    `block_k` counts stored elements: an INT4 element holds two inputs.
     """
 
     block_n: int
@@ -141,7 +141,7 @@ class Target:
     """One GPU.
 
     Attributes:
-        name: of the row; the driver's name of the GPU where there is no row.
+        name: the name of the row, or the driver's name of a GPU without a row.
         device_name: regular expression that the driver's name matches; None: no row.
         num_multiprocessors: as the driver reports them; a partition of a GPU has fewer than the row.
         memory_gb, memory_tb_s, bf16_tflop_s: by the vendor's data sheet, matmul without sparsity; None: unknown.
@@ -267,7 +267,7 @@ _H200 = Target(
     linear=_LINEAR,
     dit_batch1=_DIT_BATCH1,
 )
-# The same chip with other memory: the kernels and configurations of the H200. Figures of the SXM model.
+# The same chip with other memory, so it has the H200's kernels and configurations. The figures are for the SXM model.
 _H100 = replace(
     _H200,
     name="NVIDIA H100",

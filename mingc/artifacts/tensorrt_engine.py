@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mingc.errors import ArtifactError
+from mingc.artifacts.codec import decode, encode
+from mingc.errors import ArtifactError, ManifestError
 
 SUFFIX = ".trt"
 _MAGIC = b"MINGCTRT"
@@ -25,13 +25,13 @@ class EngineHeader:
     """The builder of an engine and the cards it is for.
 
     Attributes:
-        library, version: `tensorrt_rtx` or `tensorrt`, and its version, which alone can load the plan.
+        library, version: `tensorrt_rtx` or `tensorrt`, and its version; no other version loads the plan.
         capabilities: compute capabilities of the GPUs that run it, as `8.9`.
         inputs, weights: names of the inputs that are given in every call, then of the weights.
         outputs: names of results, then of new states.
         state: for each new state the index of the input that it replaces.
-        slots: index of the input with the rows of states that a call reads and writes. The plan has states of these
-            rows alone, behind row 0, which is padding; None: it has whole states.
+        slots: index of the input that selects the rows of states. The plan takes only these rows, after row 0, which
+            is padding; None: it takes whole states.
         model_bytes, plan_bytes: sizes of the parts behind the header.
     """
 
@@ -58,7 +58,7 @@ class EngineFile:
 
 def write_engine(path: Path, engine: EngineFile) -> None:
     """Write `engine`; equal engines give equal files."""
-    header = json.dumps(asdict(engine.header), sort_keys=True).encode()
+    header = json.dumps(encode(engine.header), sort_keys=True).encode()
     path.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header + engine.model + engine.plan)
 
 
@@ -70,8 +70,8 @@ def read_engine(path: Path) -> EngineFile:
         raise ArtifactError("the engine is not a TensorRT engine of mingc", where=str(path), fix=_FIX)
     (length,) = _LENGTH.unpack_from(content, len(_MAGIC))
     try:
-        header = _header(json.loads(content[begin : begin + length]))
-    except (ValueError, TypeError, KeyError) as error:
+        header = decode(EngineHeader, json.loads(content[begin : begin + length]))
+    except (ValueError, ManifestError) as error:
         raise ArtifactError(
             f"the header of the engine is damaged: {type(error).__name__}: {error}", where=str(path), fix=_FIX
         ) from error
@@ -83,21 +83,3 @@ def read_engine(path: Path) -> EngineFile:
             fix=_FIX,
         )
     return EngineFile(header=header, model=content[begin + length : model_end], plan=content[model_end:])
-
-
-def _header(document: Any) -> EngineHeader:
-    def words(name: str) -> tuple[str, ...]:
-        return tuple(map(str, document[name]))
-
-    return EngineHeader(
-        library=str(document["library"]),
-        version=str(document["version"]),
-        capabilities=words("capabilities"),
-        inputs=words("inputs"),
-        weights=words("weights"),
-        outputs=words("outputs"),
-        state=tuple(map(int, document["state"])),
-        model_bytes=int(document["model_bytes"]),
-        plan_bytes=int(document["plan_bytes"]),
-        slots=None if document.get("slots") is None else int(document["slots"]),
-    )

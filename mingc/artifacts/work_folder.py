@@ -21,7 +21,7 @@ _SUFFIX = ".partial"
 
 @contextmanager
 def work_folder(parent: Path, prefix: str, *, mode: int = 0o777) -> Iterator[Path]:
-    """A new locked folder `<prefix><8 hex digits>.partial` in `parent`; renamed inside the block, or gone after it.
+    """Create and lock `<prefix><8 hex digits>.partial` in `parent`; the block renames the folder, or it is removed.
 
     Removes folders with this prefix that no process locks. Locked folders stay, and so do all on a file system
     without locks. Raises: OSError when no folder can be made.
@@ -42,15 +42,15 @@ def _make(parent: Path, prefix: str, mode: int) -> tuple[Path, int]:
         path.mkdir(mode=mode)
         try:
             lock = os.open(path, _OPEN)
-        except FileNotFoundError:  # taken for an abandoned one before it was locked
+        except FileNotFoundError:  # another process removed it before it was locked
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # just being removed
+        except BlockingIOError:  # another process is removing it
             os.close(lock)
             continue
         except OSError:
-            return path, lock  # no locks on this file system, so no process takes it for an abandoned one
+            return path, lock  # this file system has no locks, so no process removes it
         if path.exists():
             return path, lock
         os.close(lock)
@@ -63,7 +63,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
             continue
         try:
             lock = os.open(path, _OPEN)
-        except OSError:  # another user's, or removed in the meantime
+        except OSError:  # it belongs to another user, or was just removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

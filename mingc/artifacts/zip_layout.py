@@ -1,4 +1,4 @@
-"""The bytes that a packed bundle has around its files: stored ZIP64, every file at a multiple of 4,096 bytes.
+"""The bytes around the files of a packed bundle: ZIP64 without compression, each file at a multiple of 4,096 bytes.
 
 The layout depends only on names, sizes and CRC-32; it has no times, attributes or comments. So a reader can recompute
 it and compare: every byte of a bundle is checked, and two packs of the same files are identical.
@@ -20,7 +20,7 @@ _END = struct.Struct("<4s4H2IH")
 _ZIP64_ID, _PADDING_ID = 0x0001, 0xD935
 _VERSION = 45  # ZIP64
 _UTF8 = 1 << 11
-_DATE = 0x21  # 1 January 1980, the first day there is
+_DATE = 0x21  # 1 January 1980, the earliest date that ZIP can store
 _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 TAIL_BYTES = _END64.size + _LOCATOR.size + _END.size
 
@@ -49,7 +49,7 @@ class Placed:
 
 
 def place(sizes: Sequence[tuple[str, int]], start: int = 0) -> list[Placed]:
-    """Places of the members (name, bytes), consecutive from byte `start` on."""
+    """Place the members (name, bytes) one after another from byte `start` on."""
     placed = []
     for name, size in sizes:
         fixed = _LOCAL.size + len(name.encode()) + 20 + 4

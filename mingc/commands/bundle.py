@@ -26,7 +26,7 @@ def inspect_command(as_json: bool, artifact: Path) -> int:
     Needs no torch.
     """
     from mingc.artifacts.artifact import open_artifact
-    from mingc.artifacts.inspection import summarize
+    from mingc.bundles.inspection import summarize
     from mingc.console.report import show
 
     show(summarize(open_artifact(artifact)), as_json=as_json)

@@ -78,7 +78,7 @@ class ExportPlan:
 
     @property
     def num_engines(self) -> int:
-        """Engines to compile."""
+        """Number of engines to compile."""
         return sum(len(each.backends) * len(each.sizes) for each in self.graphs)
 
     @property
@@ -88,7 +88,7 @@ class ExportPlan:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the progress lines: engines, checks, timings, weights files, voices, goldens and the manifest."""
+        """Number of progress steps: engines, checks, timings, weights files, voices, goldens and the manifest."""
         timed = sum(self.recipe.is_measured(each.stage) and len(each.backends) > 1 for each in self.graphs)
         files = sum(map(len, self.files.values()))
         shared = files + len(self.voices) + len(self.to_tune) + 2

@@ -19,7 +19,7 @@ from mingc.host.machine import gpu
 
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
 _QUANTIZED_BYTES = {"fp8": 1.0, "int4": 0.5}
-_ENGINE_BYTES = 1 << 20  # of a compiled engine; those of the tiny checkpoint take 3 MiB and more
+_ENGINE_BYTES = 1 << 20  # least size of a compiled engine; engines of the tiny checkpoint take 3 MiB and more
 
 
 def resolve_target(target: str) -> str:
@@ -94,7 +94,7 @@ def check_space(
 
 
 def _weight_bytes(recipe: ExportRecipe, checkpoint: Checkpoint, stage: Stage, config: Any) -> int:
-    """Bytes of the weights of `stage`; if some are quantized, as if all were."""
+    """Lower bound for the weights of `stage`, in bytes: if some are quantized, all count as quantized."""
     quantization = recipe.quantization(stage.name)
     size = _DTYPE_BYTES[recipe.dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     used = {(source.part, name) for source in stage.weights(config, Shard()) for name in source.tensors}

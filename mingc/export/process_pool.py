@@ -27,7 +27,7 @@ from mingc.errors import CompileError
 from mingc.host.parent_watchdog import watch_pool_owner
 
 _T = TypeVar("_T")
-_END_S = 10.0  # a terminated process is gone at once, unless its disk or device hangs
+_END_S = 10.0  # a terminated process ends at once, unless its disk or device hangs
 
 
 class WorkerPool(ProcessPoolExecutor):
@@ -87,7 +87,8 @@ class WorkerPool(ProcessPoolExecutor):
 def worker_pool(jobs: int, gpus: Sequence[str] = ()) -> Iterator[WorkerPool]:
     """A pool of `jobs` processes with a scratch folder for compilers; an error terminates them immediately.
 
-    Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without any, what this process sees.
+    Each process sees one of `gpus` (entries of CUDA_VISIBLE_DEVICES), in turns; without `gpus`, it sees what this
+    process sees.
     """
     others = set(multiprocessing.active_children())
     _start_tracker()
@@ -141,7 +142,7 @@ def _died(where: str) -> CompileError:
 
 
 def _cause(exit_code: int | None) -> str:
-    """How a process ended. The kernel kills one when the machine has no memory left."""
+    """How a process ended. The kernel kills a process when the machine has no memory left."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     return f"signal {-exit_code}" + (": out of memory?" if exit_code == -signal.SIGKILL else "")
@@ -192,7 +193,7 @@ def gives_memory_back() -> Iterator[None]:
         yield
     finally:
         gc.collect()
-        torch.cuda.empty_cache()  # nothing where there is no device
+        torch.cuda.empty_cache()  # does nothing without a device
 
 
 def peak_rss_bytes() -> int:

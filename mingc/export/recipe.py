@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("cpu", "cuda")
 AUTO = "auto"
-"""In place of a backend's name: time every backend that can build for the target, and keep the fastest."""
+"""Stands for a backend's name: time every backend that can build for the target, and keep the fastest."""
 BACKEND = "aoti"
 RTX_BACKEND = "tensorrt"  # the only one that builds for RTX cards that are not in the machine
 _WHAT, _SIZES, _HOW, _CACHE = "What to export", "Sizes", "Compilation", "Cache of engines"
@@ -230,7 +230,7 @@ class ExportRecipe:
             )
 
     def quantization(self, stage: str) -> Quantization | None:
-        """Storage format of the quantizable weights of `stage`; None: as all others. `STAGE=` overrides."""
+        """Storage format of the quantizable weights of `stage`; None: not quantized. `STAGE=` overrides."""
         chosen = {word.rpartition("=")[0]: word.rpartition("=")[2] for word in self.quantize}
         if not chosen:
             return None

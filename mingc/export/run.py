@@ -126,7 +126,7 @@ def run(
 
 
 def step_counter(plan: ExportPlan, progress: Callable[[Step], None]) -> ReportStep:
-    """A function that reports a step with the number of steps that have ended, out of all steps of `plan`."""
+    """Make a function that reports a step, the number of steps that have ended, and the number of steps of `plan`."""
     total, done = plan.num_steps, 0
 
     def step(name: str, subject: str, seconds: float | None) -> None:
@@ -255,7 +255,7 @@ def _float32_modules(plan: ExportPlan, folder: Path, stage_name: str, submodule:
 
 
 def refusal_notes(results: Sequence[GraphResult]) -> list[str]:
-    """One line per backend that was tried and could not build a graph, or some."""
+    """One line for each backend that `--backend auto` could not use for some graphs, and the reason."""
     graphs: dict[tuple[str, str], list[str]] = {}
     for result in results:
         for each in () if result.record.trial is None else result.record.trial.refused:
@@ -277,7 +277,7 @@ def _target_notes(target: str) -> list[str]:
 
 
 def fingerprint_of(recipe: ExportRecipe, machine: Host, checkpoint: Checkpoint) -> Fingerprint:
-    """What engines of `recipe` are built with and for; options that do not change the content do not count."""
+    """The fingerprint of engines of `recipe`; options that do not change their content do not count."""
     chosen = {
         name: value
         for name, value in encode(recipe).items()

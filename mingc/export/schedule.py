@@ -44,7 +44,7 @@ class Schedule:
     Engines need only the first rank's weights file of their stage, which the caller has written. Files of other ranks
     are written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
     comparisons, which read every rank's file, start when all files of their stage are complete. If several backends are
-    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of such a graph
+    tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of these graphs
     runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
     error.
 
@@ -93,7 +93,9 @@ class Schedule:
             for static_shapes in graph.sizes
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        self._to_write = deque(file for each in plan.files.values() for file in each[1:])  # until it is whole
+        self._to_write = deque(
+            file for each in plan.files.values() for file in each[1:]
+        )  # a file stays until it is complete
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
         self._to_time: list[GraphTask] = []
@@ -126,7 +128,7 @@ class Schedule:
                 self._time(pool, task)
 
     def _fill(self, pool: WorkerPool) -> None:
-        # No more than there are processes, so that a check need not queue behind compiles.
+        # Submit no more tasks than there are processes, so that a check does not queue behind compiles.
         while len(self._running) < self._recipe.jobs and self._begin_next(pool):
             pass
 

@@ -84,6 +84,11 @@ class ExpertDims:
     top_k: int
 
 
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The value of a weight that is one tensor of the checkpoint, unchanged."""
+    return tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
     """How one parameter or buffer of the module is computed from checkpoint tensors.
@@ -94,17 +99,16 @@ class WeightSource:
     that the checkpoint must hold for `tensors`; they are checked for all weights before any is read. The result
     is cast to `dtype`, or to the recipe's dtype when None.
 
-    A `quantizable` weight may be stored in fewer bits (`mingc.export.weights.quantization`): a "linear" has the
-    shape (N, K),
-    "experts" (E, N, K) or, a single one, (N, K). Its module then holds the scale as `<name>_scale`, and registers that
-    name as None otherwise.
+    A `quantizable` weight may be stored in fewer bits (`mingc.export.weights.quantization`): "linear" has the shape
+    (N, K), "experts" (E, N, K), or (N, K) for a single expert. Its module then holds the scale as `<name>_scale`, and
+    otherwise registers this name as None.
     """
 
     name: str
     part: str
-    tensors: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    compute: Callable[..., torch.Tensor]
+    tensors: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    compute: Callable[..., torch.Tensor] = as_stored
     dtype: torch.dtype | None = None
     quantizable: Quantizable | None = None
 

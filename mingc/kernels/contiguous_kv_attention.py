@@ -55,7 +55,7 @@ def contiguous_kv_attention(
     visible = row <= lengths.unsqueeze(1)
     if window is not None:
         visible = visible & (row > lengths.unsqueeze(1) - window)
-    # Queries that share a KV head go on the sequence axis: grouped-query attention without repeating keys.
+    # Queries that share a KV head go on the sequence axis, so that keys need not be repeated.
     context = F.scaled_dot_product_attention(
         rotated[:, :heads].reshape(batch, kv_heads, heads // kv_heads, size),
         k_slots[slots].transpose(1, 2),

@@ -28,7 +28,7 @@ def decode_attention(
         qkv: (B, Hq + 2 Hk, d).
         page_table: (B, P) int32.
         lengths: (B,) int64, the new token included; a padding request has 0 or 1 and page 0.
-        others: as in these two; `k_pages` and `v_pages` are mutated.
+        others: as in these two functions; `k_pages` and `v_pages` are mutated.
 
     Returns: (B, Hq, d).
     """

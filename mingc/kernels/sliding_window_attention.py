@@ -72,7 +72,7 @@ def sliding_window_attention(
     visible = visible | (stored == query)  # a negative frame sees itself: softmax over no keys is NaN
     queries = rotated[:, :, :heads].reshape(batch, frames, kv_heads, groups, size).permute(0, 2, 3, 1, 4)
     mask = visible[:, None, None].expand(batch, 1, groups, frames, num_rows)
-    # Queries that share a KV head go on the sequence axis: grouped-query attention without repeating keys.
+    # Queries that share a KV head go on the sequence axis, so that keys need not be repeated.
     context = F.scaled_dot_product_attention(
         queries.reshape(batch, kv_heads, groups * frames, size),
         k_ring[slots].transpose(1, 2),

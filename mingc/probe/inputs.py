@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingc.artifacts.spec import GraphSpec, TensorSpec
+from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError
 
@@ -82,7 +82,7 @@ class ProbeCase:
         """Bytes of all inputs and outputs of one call."""
         sizes = self.all_sizes()
         return sum(
-            math.prod(shape_of(each, sizes)) * torch_dtype(each.dtype).itemsize
+            math.prod(each.shape_at(sizes)) * torch_dtype(each.dtype).itemsize
             for each in (*self.spec.inputs, *self.spec.outputs)
         )
 
@@ -94,7 +94,7 @@ class ProbeCase:
         sizes, generator = self.all_sizes(), torch.Generator().manual_seed(1)
         tensors = {}
         for tensor in (*self.spec.inputs, *self.spec.state):
-            shape = shape_of(tensor, sizes)
+            shape = tensor.shape_at(sizes)
             dtype = torch_dtype(tensor.dtype)
             rule = _RULES.get(tensor.name)
             if rule is not None:
@@ -125,17 +125,12 @@ def room(spec: GraphSpec, sizes: Mapping[str, int], tokens_per_page: int) -> flo
     """Tokens, held and new, that fit into a request's slot or page table row; infinity without either."""
     bounds = [math.inf]
     for tensor in (*spec.inputs, *spec.state):
-        shape = shape_of(tensor, {**{dim.name: dim.minimum for dim in spec.dims}, **sizes})
+        shape = tensor.shape_at({**{dim.name: dim.minimum for dim in spec.dims}, **sizes})
         if tensor.name.startswith("k_slots"):
             bounds.append(shape[1])
         elif tensor.name == "page_table":
             bounds.append(shape[-1] * tokens_per_page)
     return min(bounds)
-
-
-def shape_of(tensor: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of `tensor` with numbers for its dims."""
-    return tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
 
 
 _Shape = tuple[int, ...]

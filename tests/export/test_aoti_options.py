@@ -61,7 +61,7 @@ def test_vector_instructions_are_not_probed_where_they_are_known_or_not_needed(
 def test_memory_that_ran_out_amid_a_compile_is_known_as_such(
     message: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline then says what helps: fewer jobs."""
+    """The error of the export then names the remedy: fewer jobs."""
 
     def fail(program: object, **_: object) -> None:
         raise RuntimeError(message)
@@ -86,7 +86,7 @@ def test_a_missing_compiler_is_reported_by_compiling(tmp_path: Path, monkeypatch
 
 
 def test_an_array_is_declared_wherever_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ids the methods have that write: of two writers with one id the second must get its own declaration."""
+    """Two writers may have methods with the same id; the second must still get its declaration."""
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     monkeypatch.setattr(CppWrapperCpu, "codegen_int_array_var", CppWrapperCpu.codegen_int_array_var)

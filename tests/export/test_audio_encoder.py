@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from fake_engines import FunctionEngine
 from mingc_command import CACHE
 from safetensors.torch import load_file
+from stage_checks import altered, assert_close, check_sources, with_random_weights
 from torch import Tensor
 
 from mingc.errors import CheckpointError
@@ -22,7 +22,7 @@ from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
-from mingc.export.weights.loading import check_weights, float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.media.dsp.log_mel import log_mel
 from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders import encoder as encoders
@@ -68,26 +68,6 @@ def batch(clips: list[Tensor], group: int, num_clips: int = 0, num_tokens: int =
         mel[row, : len(clip)] = clip
         lengths[row] = len(clip)
     return mel.view(shape[0], num_tokens, group, shape[2]), lengths
-
-
-def assert_close(value: Tensor, reference: Tensor, limit: float = 3e-6) -> None:
-    """Relative L2 error and largest error relative to the largest value, both below `limit`."""
-    assert value.shape == reference.shape
-    difference = (value - reference).double()
-    assert difference.norm() / reference.double().norm() < limit
-    assert difference.abs().max() / reference.abs().max() < limit
-
-
-def random_module(config: AudioConfig) -> AudioEncoder:
-    """A module of any geometry with weights that keep activations near one."""
-    module = AudioEncoder(config)
-    generator = torch.Generator().manual_seed(1)
-    for name, tensor in module.state_dict().items():
-        fan_in = tensor[0].numel() if tensor.dim() > 1 else 16
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) / fan_in**0.5)
-        if "norm" in name and name.endswith("weight"):
-            tensor.add_(1)
-    return module.eval().requires_grad_(False)
 
 
 def watch(module: AudioEncoder, seen: dict[str, Tensor]) -> list[torch.utils.hooks.RemovableHandle]:
@@ -173,7 +153,7 @@ def exact(module: AudioEncoder, mel_FC: Tensor) -> Tensor:
 
 
 def convolve(layer: RowConvolution, x_NLC: Tensor) -> Tensor:
-    """What torch's convolution makes of the layer's weight and stride."""
+    """The result of torch's convolution with the layer's weight and stride."""
     weight = layer.weight.view(layer.out_features, layer.kernel, -1).transpose(1, 2)
     padding = layer.kernel // 2
     return F.conv1d(x_NLC.mT, weight, layer.bias, layer.stride, padding).mT
@@ -211,18 +191,13 @@ def test_unnormalised_embeddings_are_the_projection(
 
 
 def test_weight_sources_match_module_and_checkpoint(checkpoint: Checkpoint, config: AudioConfig) -> None:
-    sources = STAGE.weights(config, Shard())
-    with torch.device("meta"):
-        expected = STAGE.build(config, Shard()).state_dict()
-    assert sorted(source.name for source in sources) == sorted(expected)
-    assert check_weights(checkpoint, sources) == []
-    used = {name for source in sources for name in source.tensors}
+    used = {name for source in check_sources(STAGE, checkpoint, config) for name in source.tensors}
     stored = {name for name in checkpoint.main.tensors if name.startswith(("audio.", "linear_proj_audio."))}
     assert stored == used
 
 
 def odd_configs(config: AudioConfig) -> list[AudioConfig]:
-    """Geometries unlike the tiny and the released one."""
+    """Geometries that differ from the tiny and the released model."""
     return [
         replace(
             config, num_layers=1, width=40, num_heads=5, num_mels=80, num_positions=97, projector_depth=1
@@ -236,7 +211,7 @@ def odd_configs(config: AudioConfig) -> list[AudioConfig]:
 @pytest.mark.parametrize("which", range(4))
 def test_other_geometries_trace_with_any_number_of_clips(which: int, config: AudioConfig) -> None:
     config = odd_configs(config)[which]
-    module = random_module(config)
+    module = with_random_weights(AudioEncoder(config))
     for source in STAGE.weights(config, Shard()):
         value = source.compute(*[torch.zeros(shape) for shape in source.shapes])
         assert value.shape == module.state_dict()[source.name].shape, source.name
@@ -255,7 +230,7 @@ def test_other_geometries_trace_with_any_number_of_clips(which: int, config: Aud
 def test_longest_clip_uses_every_stored_position(config: AudioConfig) -> None:
     config = replace(config, num_positions=97)
     assert (config.max_frames, config.max_tokens, config.table_rows) == (194, 49, 98)
-    module = random_module(config)
+    module = with_random_weights(AudioEncoder(config))
     clip = torch.randn(config.max_frames, config.num_mels, generator=torch.Generator().manual_seed(2))
     (embeddings,) = module.encode(*batch([clip], 4))
     assert_close(embeddings[0], exact(module, clip), 1e-5)
@@ -310,12 +285,12 @@ def test_buckets_end_at_the_longest_clip_and_batch(config: AudioConfig) -> None:
 
 
 def released(config: AudioConfig) -> AudioConfig:
-    """Clips as long as those of the released model."""
+    """Clips may be as long as in the released model."""
     return replace(config, num_positions=15_000)
 
 
 def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
-    """On CUDA: one for a clip of each length, and for four clips up to 30 s and sixteen up to 8 s."""
+    """CUDA engines take one clip of each length, four clips of up to 30 s, or sixteen of up to 8 s."""
     options = StageOptions(static_buckets=True, dtype=torch.bfloat16, batch_sizes=(1, 2, 4, 8, 16, 32))
     (plan,) = STAGE.graphs(released(config), Shard(), options)
     sizes = options.engine_sizes(plan)
@@ -338,7 +313,7 @@ def test_engines_for_several_clips_are_few(config: AudioConfig) -> None:
 
 @pytest.fixture(scope="module")
 def static_encoder(module: AudioEncoder, config: AudioConfig) -> encoders.AudioEncoder:
-    """The encoder of a server over one traced program a size, as CUDA has one engine a size; on the CPU in float32."""
+    """A server's encoder over one traced program per size, as on CUDA, but on the CPU in float32."""
     options = StageOptions(static_buckets=True, batch_sizes=(1, 16))
     (plan,) = STAGE.graphs(config, Shard(), options)
     names = [tensor.name for tensor in plan.spec.inputs]
@@ -366,7 +341,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
     long_mel: Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every size for several clips, traced: clips of different lengths, full rows, and padding clips beside them."""
+    """Every size for several clips: clips of different lengths, full rows, and padding clips."""
     seen: list[tuple[int, int]] = []
     call = static_encoder._call
 
@@ -398,7 +373,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
 def test_padding_clips_of_a_static_call_do_not_matter(
     static_encoder: encoders.AudioEncoder, golden: dict[str, Tensor]
 ) -> None:
-    """Nor does what lies beyond a clip: with noise there the embeddings are the same, bit for bit."""
+    """Values beyond the end of a clip do not matter either: with noise there the embeddings are bitwise equal."""
     graph = static_encoder._graph
     one = golden["single.audio_feats"][0]
     for clips, tokens in ((4, 25), (16, 50)):
@@ -468,19 +443,6 @@ def test_clips_that_wait_share_the_calls_that_cost_no_more_padding(
         loop.stop()
     assert [len(each) for each in found] == waiting
     assert seen[1:] == calls
-
-
-def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpoint:
-    """`checkpoint` with one config key set, or removed when `value` is None."""
-    values = copy.deepcopy(checkpoint.main.config)
-    inner = values
-    for step in path[:-1]:
-        inner = inner[step]
-    if value is None:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return replace(checkpoint, main=replace(checkpoint.main, config=values))
 
 
 @pytest.mark.parametrize(

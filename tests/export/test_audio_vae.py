@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_checks import BACKENDS, check_bfloat16, check_engine
 from safetensors.torch import load_file
+from stage_checks import check_sources
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ from mingc.export.layers.vae_decoder import VaeDecoderConfig, blend_weights
 from mingc.export.layers.vae_encoder import VaeEncoderConfig
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_vae import STAGE, AudioVae, AudioVaeConfig
-from mingc.export.weights.loading import check_weights, float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
@@ -69,7 +70,7 @@ def used_state(config: VaeDecoderConfig, num_slots: int = 3) -> list[Tensor]:
 
 
 def emitted(config: VaeDecoderConfig, samples: Tensor, patch: int, num_patches: int) -> Tensor:
-    """What the runtime sends of one patch's samples (patch samples + tail).
+    """The part of one patch's samples (patch samples + tail) that the runtime sends.
 
     The utterance begins `tail_samples` into the first call's samples, or later where patches are shorter.
     """
@@ -92,10 +93,7 @@ def stream(module: AudioVae, config: VaeDecoderConfig, latents: Tensor) -> list[
 
 
 def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: AudioVaeConfig) -> None:
-    sources = STAGE.weights(config, Shard())
-    assert check_weights(checkpoint, sources) == []
-    with torch.device("meta"):
-        assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
+    check_sources(STAGE, checkpoint, config)
 
 
 def test_every_tensor_is_used_or_ignored(checkpoint: Checkpoint, config: AudioVaeConfig) -> None:
@@ -342,7 +340,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @BACKENDS
 def test_captured_graphs(tmp_path: Path, backend: Backend) -> None:
-    """Of other dims. The compiled stream of the tiny model is compared with the goldens in tests/artifact."""
+    """The dims differ from the tiny model, whose compiled stream tests/artifact compares with the goldens."""
     config = other_config(3, 2, 10, (7, None))
     module = random_module(config)
     decode, streamed, encoded = STAGE.graphs(config, Shard(), StageOptions())

@@ -69,7 +69,7 @@ DEVICE = "a device"
 
 
 class FakeGpu:
-    """Made-up times: the configuration `faster` of a problem takes half the time, those `too_large` do not fit."""
+    """Made-up times: the configuration `faster` of a problem takes half the time, a `too_large` one does not fit."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faster: Callable[[MoeProblem], MoeConfig | None] = lambda _: None
@@ -209,7 +209,7 @@ def test_a_default_that_does_not_fit_is_an_error(fake_gpu: FakeGpu) -> None:
 
 
 def test_the_number_of_processes_is_limited_by_memory(fake_gpu: FakeGpu) -> None:
-    """10 GiB are free; a quarter of 257 experts takes 1.5 GiB in bfloat16, once more for values; a process 1 GiB."""
+    """10 GiB are free; a quarter of 257 experts takes 1.5 GiB in bfloat16, values as much again; a process 1 GiB."""
     for requested, width in ((2, 256), (16, 256), (16, 4096)):
         dims = replace(DIMS, intermediate_size=width)
         autotune(dims, moe_problems(dims, None, [16]), jobs=requested, cache=None)

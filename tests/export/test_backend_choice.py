@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from export_plans import plan_of
+from stage_checks import graph_of
 from torch import nn
 from worker_threads import worker_threads
 
@@ -30,7 +31,7 @@ from mingc.export import run as export_run
 from mingc.export import schedule
 from mingc.export.compile import backends
 from mingc.export.compile.backend import Backend
-from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
 from mingc.export.stage import GraphDef
 from mingc.export.tasks import compile_engine
@@ -40,6 +41,7 @@ from mingc.export.tasks.compile_engine import BuiltEngine
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.tasks.graph_task import GraphTask, engine_label
 from mingc.export.tasks.timing import choose_fastest, time_graph
+from mingc.plugins import ExtensionPoint
 from mingc.probe import engine_trial
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
@@ -102,7 +104,7 @@ def test_a_graph_of_one_backend_needs_no_times() -> None:
 
 
 class Fake(Backend):
-    """A backend of a name; `reason` says why it cannot build for the target."""
+    """A backend called `name`; `reason` says why it cannot build for the target."""
 
     suffix = ".bin"
 
@@ -134,9 +136,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_backends(*found: Backend) -> None:
         by_name = {each.name: each for each in found}
-        point = SimpleNamespace(
-            names=lambda: sorted(by_name), load=by_name.__getitem__, group="mingc.backends"
-        )
+
+        class Installed(ExtensionPoint):
+            def names(self) -> list[str]:
+                return sorted(by_name)
+
+            def load(self, name: str) -> Any:
+                return by_name[name]
+
+        point = Installed(noun="backend", package="", attribute="", group="mingc.backends")
         monkeypatch.setattr(backends, "BACKENDS", point)
 
     return set_backends
@@ -180,7 +188,7 @@ def test_auto_needs_a_backend(install: Callable[..., None]) -> None:
         recipe("auto")
 
 
-def test_engines_of_backends_with_one_suffix_have_files_of_their_own(install: Callable[..., None]) -> None:
+def test_engines_of_backends_with_one_suffix_have_separate_files(install: Callable[..., None]) -> None:
     install(Fake("aoti"), Fake("a"), Fake("c", suffix=".c"))
     task = GraphTask(recipe=recipe("auto"), stage="cfm", graph="g", folder=Path("f"), weights=(), backend="a")
     names = [compile_engine._suffix(task, backends.find_backend(name)) for name in ("aoti", "a", "c")]
@@ -194,12 +202,7 @@ def early(words: Sequence[str]) -> dict[str, dict[str, str]]:
     stage: Any = find("cfm")
     config = stage.config(open_source(found))
     options = stage_options(found)
-    plans = [
-        each
-        for each in stage.graphs(config, first_shard(stage, found), options)
-        if each.spec.name == "aggregate"
-    ]
-    return early_refusals(found, stage, config, plans)
+    return early_refusals(found, stage, config, [graph_of(stage, config, "aggregate", options)])
 
 
 def test_a_backend_refuses_a_graph_before_anything_is_built(install: Callable[..., None]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_checks import BACKENDS, check_bfloat16, check_engine
 from safetensors.torch import load_file
+from stage_checks import check_sources
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
@@ -20,7 +21,7 @@ from mingc.export.layers.flow_times import flow_times
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import talker as talker_stage
 from mingc.export.stages.cfm import STAGE, Cfm, CfmConfig
-from mingc.export.weights.loading import check_weights, float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.kernels.linear import begin_residual
 from mingc.numerics.relative_error import relative_error
 
@@ -50,10 +51,7 @@ def arguments(golden: dict[str, Tensor], case: str) -> tuple[Tensor, ...]:
 
 
 def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: CfmConfig) -> None:
-    sources = STAGE.weights(config, Shard())
-    assert check_weights(checkpoint, sources) == []
-    with torch.device("meta"):
-        assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
+    check_sources(STAGE, checkpoint, config)
 
 
 # In 32nds, before the sway (talker.md §6, step 2); every other number of steps is uniform.
@@ -249,7 +247,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @BACKENDS
 def test_captured_graphs(config: CfmConfig, tmp_path: Path, backend: Backend) -> None:
-    """Of other dims. Two sampler steps suffice: ten steps repeat the same operations.
+    """The dims differ from the tiny model. Two sampler steps suffice: ten steps repeat the same operations.
 
     The compiled sampler of the tiny model is compared with the goldens in tests/artifact.
     """

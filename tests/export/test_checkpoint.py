@@ -133,12 +133,11 @@ def test_configs_alone_have_no_tensors(root: Path) -> None:
         checkpoint.main.require("nothing", "llm_config")
 
 
-def test_a_fingerprint_depends_on_configs_names_shapes_and_dtypes(root: Path) -> None:
+def test_a_fingerprint_depends_on_names_shapes_and_dtypes(root: Path) -> None:
     first = open_checkpoint(root).fingerprint()
     assert open_checkpoint(_TINY).fingerprint() == first, "not on where it lies"
     tensors = load_file(vae_file(root))
     name = next(name for name, value in tensors.items() if value.ndim == 2)
-    config = json.loads((root / "talker" / "config.json").read_text(encoding="utf-8"))
     seen = {first}
     for changed in (
         {**{key: value for key, value in tensors.items() if key != name}, f"{name}_": tensors[name]},
@@ -147,13 +146,7 @@ def test_a_fingerprint_depends_on_configs_names_shapes_and_dtypes(root: Path) ->
     ):
         save_file(changed, vae_file(root))
         seen.add(open_checkpoint(root).fingerprint())
-    save_file(tensors, vae_file(root))
-    for part in ("talker", "."):
-        path = root / part / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        path.write_text(json.dumps({**config, "another": 1}), encoding="utf-8")
-        seen.add(open_checkpoint(root).fingerprint())
-    assert len(seen) == 6
+    assert len(seen) == 4
 
 
 def replaced_header(file: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:

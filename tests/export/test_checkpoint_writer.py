@@ -61,7 +61,7 @@ def test_a_synthetic_checkpoint_holds_what_every_stage_reads(
 
 
 def test_a_folder_of_configs_without_a_tokenizer_gets_one(tmp_path: Path) -> None:
-    """As benchmarks/released: an export of a synthesized released checkpoint stopped at the missing tokenizer."""
+    """An export of a checkpoint from benchmarks/released stopped because it had no tokenizer."""
     configs = shutil.copytree(
         CHECKPOINT, tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors")
     )
@@ -124,7 +124,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch:
 def test_a_config_that_cannot_be_read_is_named_where_the_user_has_it(
     content: bytes, layers: int | None, tmp_path: Path
 ) -> None:
-    """And not in the folder under construction, which is gone by then."""
+    """The error names the user's file, not the temporary copy."""
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_bytes(content)
     with pytest.raises(CheckpointError) as raised:
@@ -134,7 +134,7 @@ def test_a_config_that_cannot_be_read_is_named_where_the_user_has_it(
 
 
 def test_an_output_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    """It was reported as a bug of mingc."""
+    """mingc reported this as a bug of mingc."""
     (tmp_path / "file").touch()
     for parent in (tmp_path / "file", Path("/proc")):
         with pytest.raises(ConfigError, match="cannot create a folder next to"):

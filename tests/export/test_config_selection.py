@@ -43,7 +43,7 @@ def make_problem(
 
 
 class FakeTimer:
-    """Times of `us(config)`; those of call i are divided by `speeds[i]`, or by 1 beyond the last."""
+    """Times of `us(config)`; call i divides them by `speeds[i]`, or by 1 beyond the last."""
 
     def __init__(self, us: Callable[[MoeConfig], float], speeds: Sequence[float] = ()) -> None:
         self._us, self._speeds = us, speeds
@@ -100,7 +100,7 @@ def test_one_fast_measurement_is_not_enough() -> None:
     assert selection.config == configs[0]
 
 
-def test_a_gpu_that_slows_down_meanwhile_does_not_matter() -> None:
+def test_a_gpu_that_slows_down_between_calls_does_not_matter() -> None:
     configs = search_space(make_problem())
     timer = FakeTimer(lambda config: 100.0 if config == configs[0] else 95.0, speeds=(1, 1, 0.5, 0.8))
     selection = select_fastest(make_problem(), configs, timer)

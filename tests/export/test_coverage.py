@@ -21,7 +21,7 @@ def check(checkpoint: Checkpoint, *names: str) -> list[str]:
 
 
 def changed(checkpoint: Checkpoint, *, without: str | None = None, **added: tuple[int, ...]) -> Checkpoint:
-    """The checkpoint as it would be without the tensor `without` of its main part, and with `added` ones."""
+    """The checkpoint without the tensor `without` of its main part, and with the tensors `added`."""
     tensors = {name: entry for name, entry in checkpoint.main.tensors.items() if name != without}
     assert without is None or len(tensors) < len(checkpoint.main.tensors)
     entry = next(iter(tensors.values()))

@@ -18,7 +18,6 @@ from mingc.export.compile import engine_cache
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.engine_cache import keep, take, trim, writing_cache
-from mingc.export.recipe import ExportRecipe
 
 
 def _engine(cache: Path, digit: str, size: int, used: int, suffix: str = "pt2") -> Path:
@@ -59,47 +58,75 @@ def test_use_counts_and_not_age(tmp_path: Path) -> None:
     assert first.exists() and not second.exists()
 
 
-def test_an_engine_that_is_removed_meanwhile_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = []
+class _Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
 
-    def compile_and_package(program: object, *, package_path: str, inductor_configs: object) -> None:
-        compiled.append(package_path)
+
+class _Compiles:
+    """Calls of the compiler, which writes a small package."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.cache, self.engine = folder / "cache", folder / "engine.pt2"
+        self._program = torch.export.export(_Doubled(), (torch.ones(4),))
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", self._write)
+
+    def _write(self, program: object, *, package_path: str, inductor_configs: object) -> None:
+        self.count += 1
         with zipfile.ZipFile(package_path, "w") as package:
-            package.writestr("engine.so", b"code")
+            package.writestr("engine.so", b"code" * 100)
 
-    class Doubled(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+    def compile(self) -> float:
+        """Compile or take the engine; the seconds of compilation."""
+        return compile_graph(self._program, self.engine, device="cpu", cache=self.cache, where="test")
 
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
-    program = torch.export.export(Doubled(), (torch.ones(4),))
-    cache, engine = tmp_path / "cache", tmp_path / "engine.pt2"
 
-    def compile_it() -> float:
-        return compile_graph(program, engine, device="cpu", cache=cache, where="test")
+@pytest.fixture
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Compiles:
+    return _Compiles(tmp_path, monkeypatch)
 
-    compile_it()
-    assert compile_it() == 0.0 and len(compiled) == 1
+
+def test_an_engine_that_another_export_removes_is_compiled(
+    compiles: _Compiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles.compile()
+    assert compiles.compile() == 0.0 and compiles.count == 1
     whole = engine_cache.take
 
     def removed(kept: Path, path: Path) -> bool:
-        kept.unlink()  # by another export, between the look at it and the copy
+        kept.unlink()  # another export removes it between the check and the copy
         return whole(kept, path)
 
     monkeypatch.setattr("mingc.export.compile.backends.aoti.take", removed)
-    compile_it()
-    assert len(compiled) == 2 and engine.exists()
-    with pytest.raises(FileNotFoundError):  # a folder of the artifact that is missing is no missing engine
+    compiles.compile()
+    assert compiles.count == 2 and compiles.engine.exists()
+    with pytest.raises(FileNotFoundError):  # a missing folder of the artifact is not a missing engine
         take(_engine(tmp_path, "1", 1, 1), tmp_path / "nowhere" / "engine.pt2")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "emptied"])
+def test_a_damaged_engine_of_the_cache_is_compiled_anew(compiles: _Compiles, damage: str) -> None:
+    (compiles.cache / "engine-0123abcd.partial").mkdir(
+        parents=True
+    )  # an export was killed while it wrote this
+    compiles.compile()
+    assert compiles.count == 1
+    (kept,) = compiles.cache.iterdir()
+    whole = kept.read_bytes()
+    changed = whole.replace(b"codecode", b"codeCode", 1)
+    kept.write_bytes({"cut": whole[: len(whole) // 2], "changed": changed, "emptied": b""}[damage])
+    for _ in range(2):
+        compiles.compile()
+        assert compiles.count == 2
+    assert compiles.engine.read_bytes() == kept.read_bytes()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_full_disk_of_the_cache_is_named_as_the_caches(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as the output's: there may be space enough."""
+    """The output may have enough space, so the error must not name it."""
 
     def full(source: Path, target: Path) -> Any:
         raise OSError(number, os.strerror(number))
@@ -118,12 +145,6 @@ def test_a_full_disk_of_the_cache_is_named_as_the_caches(
     with pytest.raises(OSError, match="broken") as other, writing_cache(tmp_path):
         raise OSError(errno.EIO, "broken")
     assert not isinstance(other.value, ConfigError)
-
-
-@pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
-def test_a_limit_that_cannot_be_is_refused(limit: float, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--cache-limit"):
-        ExportRecipe(checkpoint=tmp_path, output=tmp_path / "out", cache_gigabytes=limit)
 
 
 def test_a_key_covers_all_that_decides_the_machine_code(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stage_checks import graph_of
 from torch import Tensor
 
 from mingc.artifacts.manifest import EngineRecord, Parity
@@ -31,7 +32,7 @@ from mingc.numerics.gather_shards import gather_shards
 
 ALLOWED = 3e-2  # of a bfloat16 engine
 EXPERTS = 16
-# Changes the weights of a layer by name, for expert-specific faults those of the given expert.
+# Changes the weights of a layer, by name; a fault of one expert changes the given expert.
 Fault = Callable[[dict[str, Tensor], int], None]
 
 
@@ -93,7 +94,7 @@ class Layer:
     batch: int | None = None
 
     def write_weights(self) -> tuple[str, ...]:
-        """Write a weights file for each rank; their names. Files of equal content are computed once."""
+        """Write a weights file for each rank and return their names. Files of equal content are computed once."""
         files = []
         for rank in range(self.num_ranks):
             made = _weights_of_rank(self.checkpoint.root, self.dtype, self.quantization, rank, self.num_ranks)
@@ -118,8 +119,7 @@ class Layer:
         (self.folder / "goldens").mkdir()
         shard = Shard(rank=0, world_size=self.num_ranks)
         files = self.write_weights()
-        plans = STAGE.graphs(self.config, shard, stage_options(recipe))
-        plan = next(plan for plan in plans if plan.spec.name == self.graph)
+        plan = graph_of(STAGE, self.config, self.graph, stage_options(recipe), shard)
         submodule = plan.spec.layer_instances[0]
 
         def load(path: Path) -> Any:
@@ -229,8 +229,7 @@ def test_a_fault_that_affects_all_tokens_is_reported(fault: Fault, layer: Callab
 def test_untested_experts_are_counted(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights")
     recipe = ExportRecipe(checkpoint=checkpoint.root, output=tmp_path, stages=("thinker",), dtype="bfloat16")
-    plans = STAGE.graphs(config, Shard(), stage_options(recipe))
-    plan = next(plan for plan in plans if plan.spec.name == "decode_experts")
+    plan = graph_of(STAGE, config, "decode_experts", stage_options(recipe))
     module = load_module(STAGE, config, Shard(), tmp_path / "weights", submodule=plan.spec.layer_instances[0])
     router = module.get_submodule("router")
     bias = router.get_parameter("bias").clone()

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from stage_checks import graph_of
 
 from mingc.artifacts.manifest import EngineRecord, Parity
 from mingc.artifacts.spec import GraphSpec
@@ -28,14 +29,14 @@ OPTIONS = StageOptions(static_buckets=True, batch_sizes=(1, 2, 4))
 
 
 class Engines:
-    """Engines of a thinker's graph that are the eager module; the one of batch `spoiled` is wrong."""
+    """Engines of a thinker's graph that run the eager module; the engine of batch `spoiled` is wrong."""
 
     def __init__(self, folder: Path, spoiled: int | None, graph: str = "head") -> None:
         checkpoint = open_checkpoint(TINY)
         config = STAGE.config(checkpoint)
         write_weights(checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights.safetensors")
         (folder / "goldens").mkdir()
-        self._plan = next(each for each in STAGE.graphs(config, Shard(), OPTIONS) if each.spec.name == graph)
+        self._plan = graph_of(STAGE, config, graph, OPTIONS)
         self._module = load_module(
             STAGE,
             config,
@@ -121,7 +122,7 @@ def test_an_engine_that_raises_fails_its_check_with_the_error_of_its_library(tmp
 
 @pytest.mark.usefixtures("_static")
 def test_a_graph_that_only_cuda_exports_have_is_its_own_reference(tmp_path: Path) -> None:
-    """Exports for a CPU, of which the float32 reference is, sample on the host."""
+    """The float32 reference is an export for a CPU, and such exports sample on the host."""
     (tmp_path / "right").mkdir()
     engines = Engines(tmp_path / "right", None, "sample")
     record = check_graph(engines.task, engines.records, engines.replay).record

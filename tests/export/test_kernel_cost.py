@@ -78,9 +78,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """A function that makes every kernel function call its operator, which raises `Reached`."""
 
     def is_ours(name: str) -> bool:
-        # dit_batch1 needs no Triton, and its operator can be registered once in a process.
-        is_gpu = name == "mingc.kernels.triton" or name.startswith("mingc.kernels.triton.")
-        return is_gpu and name != "mingc.kernels.cuda.dit_batch1"
+        return name == "mingc.kernels.triton" or name.startswith("mingc.kernels.triton.")
 
     before = {name: module for name, module in sys.modules.items() if is_ours(name)}
     for name in before:
@@ -107,7 +105,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     sys.modules.update(before)
     if "mingc.kernels.triton" in before:
         mingc.kernels.triton = before["mingc.kernels.triton"]
-    elif hasattr(mingc.kernels, "gpu"):
+    elif hasattr(mingc.kernels, "triton"):
         del mingc.kernels.triton
 
 

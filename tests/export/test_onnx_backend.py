@@ -20,6 +20,7 @@ from mingc_command import CHECKPOINT, REPOSITORY, mingc, mingc_here
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sliding_window import Sliding
+from stage_checks import graph_of
 from torch import Tensor, nn
 
 from mingc.artifacts.spec import Dim, DType, GraphSpec
@@ -31,7 +32,7 @@ from mingc.export.compile.backends.onnx import BACKEND
 from mingc.export.compile.trace import share_weights
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
-from mingc.export.stage import Shard, StageOptions
+from mingc.export.stage import Shard
 from mingc.export.stages import find
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.weights.loading import float32_module
@@ -39,7 +40,7 @@ from mingc.runtime.engines.backends import onnx as onnx_loader
 from mingc.runtime.engines.backends.onnx import OnnxEngine, load
 
 TOLERANCE = 1e-5
-# Of each kind one: state in slots, pages and rings, experts, attention with masks, a solver, an inverse FFT.
+# One graph of each kind: state in slots, pages and rings, experts, attention with masks, a solver, an inverse FFT.
 GRAPHS = {
     "thinker.prefill_attention": ({"T": 64}, {}),
     "thinker.decode_experts": ({}, {}),
@@ -60,11 +61,10 @@ def test_a_graph_agrees_with_its_module(name: str, checkpoint: Checkpoint, tmp_p
     stage_name, _, graph = name.partition(".")
     stage = find(stage_name)
     config = stage.config(checkpoint)
-    (plan,) = [each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == graph]
+    plan = graph_of(stage, config, graph)
     module = float32_module(stage, config, checkpoint, submodule=plan.spec.layer_instances[0])
-    module = (
-        module.float()
-    )  # as in a weights file: of routed experts the reference keeps the checkpoint's dtype
+    # As in a weights file: the reference keeps routed experts in the checkpoint's dtype.
+    module = module.float()
     shared = share_weights(plan, module)
     sizes = [*({**shared.check_dims, **each} for each in GRAPHS[name]), shared.trace_dims]
     check_engine(module, shared, sizes, tmp_path, TOLERANCE, BACKEND)
@@ -376,12 +376,9 @@ def test_the_thinker_of_the_released_dims_is_refused_before_anything_is_built(tm
     )
     stage: Any = find("thinker")
     config = stage.config(open_source(released))
-    plans = {
-        plan.spec.name: plan
-        for plan in stage.graphs(config, first_shard(stage, released), stage_options(released))
-    }
+    plan = graph_of(stage, config, "prefill_experts", stage_options(released), first_shard(stage, released))
     with pytest.raises(CompileError, match=r"the graph gathers 64 GiB of weights") as refused:
-        early_refusals(released, stage, config, [plans["prefill_experts"]])
+        early_refusals(released, stage, config, [plan])
     assert refused.value.where == "thinker.prefill_experts"
     assert "AOTInductor, which reads them in place: --backend aoti:STAGE" in (refused.value.fix or "")
 
@@ -394,11 +391,7 @@ def test_quantized_weights_are_refused_before_anything_is_built(quantize: str, t
     )
     stage: Any = find("thinker")
     config = stage.config(open_source(found))
-    (plan,) = [
-        each
-        for each in stage.graphs(config, first_shard(stage, found), stage_options(found))
-        if each.spec.name == "decode_attention"
-    ]
+    plan = graph_of(stage, config, "decode_attention", stage_options(found), first_shard(stage, found))
     with pytest.raises(CompileError, match=r"weights are stored as torch\.float8_e4m3fn") as refused:
         early_refusals(found, stage, config, [plan])
     assert refused.value.where == "thinker.decode_attention"
@@ -553,9 +546,7 @@ def test_other_dims(checkpoint: Checkpoint, tmp_path: Path) -> None:
     torch.manual_seed(6)
     for each in (*module.parameters(), *module.buffers()):
         nn.init.normal_(each, std=0.2)
-    (plan,) = [
-        each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "aggregate"
-    ]
+    plan = graph_of(stage, config, "aggregate")
     check_engine(module, plan, [{"N": 1}, {"N": 8}], tmp_path, TOLERANCE, BACKEND)
 
 

@@ -74,9 +74,8 @@ def test_the_cost_rule_accepts_the_arguments_of_the_operator(monkeypatch: pytest
     work = KERNELS["dit_batch1_sample"](shapes, given)
     step = blocks_flops(2, tokens) + 2 * PATCH * CHANNELS * WIDTH * 3  # embedded once, projected for both
     condition_and_stop = 2 * LLM * (WIDTH + 2)
-    tokens_embedded = (
-        2 * (HISTORY + PATCH) * CHANNELS * WIDTH
-    )  # of the history, and of the patch for the aggregator
+    # The history, and the patch for the aggregator.
+    tokens_embedded = 2 * (HISTORY + PATCH) * CHANNELS * WIDTH
     once = condition_and_stop + tokens_embedded + blocks_flops(1, 1 + PATCH)
     assert work.flops == STEPS * step + once
     assert work.weight_shares == {"blocks": STEPS, "edges": STEPS}

@@ -131,7 +131,7 @@ ROW = 7
 
 @pytest.fixture
 def tied() -> tuple[Mixture, Tensor]:
-    """A layer and tokens, of which ROW has two candidates for its second expert, decided by one bfloat16 step."""
+    """A layer and tokens. Token ROW has two candidates for its second expert, which one bfloat16 step decides."""
     torch.manual_seed(3)
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     own = x[ROW].float() / x[ROW].float().square().sum()
@@ -214,7 +214,7 @@ def test_a_nan_row_matches_no_candidate() -> None:
 
 
 def test_routing_is_found_without_running_the_experts(layer: Mixture) -> None:
-    """Those of thousands of perturbed tokens took more memory than the layer."""
+    """The experts of thousands of perturbed tokens took more memory than the layer."""
     x = PLAN.example({"T": TOKENS}, torch.Generator().manual_seed(1))["x"]
     _, *expected = layer.routed(x)
     router = layer.router

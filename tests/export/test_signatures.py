@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from mingc.artifacts.codec import encode
 from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.signature_problems import signature_problems
 from mingc.artifacts.spec import GraphSpec
@@ -28,14 +27,14 @@ SHORT = StageOptions(max_model_len=256, prefill_chunk_size=64)
 @cache
 def exported(
     options: StageOptions, world_size: int
-) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, GraphSpec]]]:
+) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, GraphSpec]]]:
     checkpoint = open_checkpoint(TINY)
     parameters, graphs = {}, {}
     for name in BUILT_IN:
         stage = find(name)
         config = stage.config(checkpoint)
         shard = Shard(rank=0, world_size=world_size if stage.is_sharded else 1)
-        parameters[name] = encode(stage.parameters(config, options))
+        parameters[name] = stage.parameters(config, options)
         graphs[name] = {each.spec.name: each.spec for each in stage.graphs(config, shard, options)}
     return parameters, graphs
 
@@ -69,7 +68,8 @@ WRONG = {
 )
 def test_a_number_that_does_not_fit_the_graphs_is_named(stage: str, name: str, change: int) -> None:
     parameters, graphs = exported(CPU, 1)
-    changed = {**parameters, stage: {**parameters[stage], name: parameters[stage][name] + change}}
+    value = getattr(parameters[stage], name) + change
+    changed = {**parameters, stage: replace(parameters[stage], **{name: value})}
     problems = [*signature_problems(changed, graphs, 1)]
     if change < 0 and name in ("max_patches", "max_frames"):
         assert not problems, "a smaller limit is allowed"

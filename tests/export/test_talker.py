@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_checks import check_bfloat16, check_engine
 from safetensors.torch import load_file
+from stage_checks import check_sources
 from torch import Tensor
 
 from mingc.errors import CheckpointError
@@ -16,7 +17,7 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
-from mingc.export.weights.loading import check_weights, float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
@@ -47,10 +48,7 @@ def prefill(
 
 
 def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: TalkerConfig) -> None:
-    sources = STAGE.weights(config, Shard())
-    assert check_weights(checkpoint, sources) == []
-    with torch.device("meta"):
-        assert {source.name for source in sources} == set(STAGE.build(config, Shard()).state_dict())
+    check_sources(STAGE, checkpoint, config)
 
 
 @pytest.mark.parametrize("case", ["plain", "clone"])

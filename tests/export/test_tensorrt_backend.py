@@ -26,9 +26,11 @@ from fake_talker import make_talker_worker
 from mingc_command import DATA
 from safetensors.torch import load_file
 from sliding_window import Sliding
+from stage_checks import graph_of
 from torch import Tensor, nn
 
 from mingc.artifacts.artifact import check_fingerprint
+from mingc.artifacts.codec import decode, encode
 from mingc.artifacts.manifest import Fingerprint
 from mingc.artifacts.spec import GraphSpec, TensorSpec
 from mingc.artifacts.target import Host
@@ -40,7 +42,7 @@ from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import BuildJob, Range, read_job
+from mingc.export.compile.tensorrt_builder import BuildJob, Range
 from mingc.export.compile.trace import capture, trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
@@ -95,7 +97,7 @@ class Spectrum(nn.Module):
 
 
 class Foreign(nn.Module):
-    """Calls an operator that no library but the test's own has."""
+    """Calls an operator that only the test's library has."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mingc_test.twice(x)
@@ -271,7 +273,7 @@ def test_graphs_of_speech_and_encoders_are_not_refused_for_a_gpu(
 def test_the_vision_encoder_is_refused_for_a_gpu_and_left_to_aoti_by_auto(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On an H100 the builder asked for as much: four heads, 65,536 patches, four bytes."""
+    """The builder asked for as much memory on an H100: four heads, 65,536 patches, four bytes."""
     monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
     assert 4 * 65_536**2 * 4 == 68_719_476_736 == 64 << 30
     with pytest.raises(
@@ -468,7 +470,7 @@ def test_an_engine_reads_and_writes_the_tensors_it_is_given(
 def test_prompts_that_share_an_engine_of_tensorrt_do_not_overlap(
     sliding: tuple[Sliding, Path], stand_in: None
 ) -> None:
-    """Their contexts share memory, and the state that one copies back lacks what another one has written meanwhile."""
+    """Their contexts share memory, and the state that one copies back lacks what another has written since."""
     prefill = make_talker_worker().engines._prefill
     shared = Graph(prefill.spec, {None: loader.TensorRtEngine(sliding[1], CPU)})
     lanes = [num_lanes(graph, is_captured=True) for graph in (prefill, shared)]
@@ -536,8 +538,7 @@ def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_f
         recipe=made, stage=name, graph=method, folder=tmp_path, weights=("weights/w.safetensors",),
         backend="tensorrt",
     )  # fmt: skip
-    plans = stage.graphs(config, Shard(), stage_options(made))
-    (plan,) = [each for each in plans if each.spec.name == method]
+    plan = graph_of(stage, config, method, stage_options(made))
     records = []
     for sizes in stage_options(made).engine_sizes(plan):
         built = build_engine(task, sizes).record
@@ -556,11 +557,11 @@ def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_f
 def test_only_the_rows_of_a_batch_are_read_and_written(
     on_gpu: None, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """A pool of any size: two of its rows, not in order, and one of padding, which is row 0."""
+    """A pool of any size: two of its rows, not in order, and row 0, which is padding."""
     stage = find("talker")
     config = stage.config(checkpoint)
     options = StageOptions(static_buckets=True, batch_sizes=(1, 3))
-    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "step"]
+    plan = graph_of(stage, config, "step", options)
     module = float32_module(stage, config, checkpoint)
     backend = BACKEND.for_graph(plan, {"B": 3}, "cuda")
     assert dict(backend.pool_dims) == {"S": 4}
@@ -597,7 +598,7 @@ def test_an_engine_for_a_gpu_is_of_one_version_and_one_capability(
     stage = find("cfm")
     options = StageOptions(static_buckets=True)
     config = stage.config(checkpoint)
-    (plan,) = [each for each in stage.graphs(config, Shard(), options) if each.spec.name == "speaker"]
+    plan = graph_of(stage, config, "speaker", options)
     module = float32_module(stage, config, checkpoint)
     (sizes,) = plan.spec.bucket_sizes()
     program = trace_graph(BACKEND, plan, module, stage="cfm", sizes=sizes, device="cpu")
@@ -686,7 +687,7 @@ def build_for_card(module: nn.Module, given: tuple[Tensor, ...], path: Path, cac
 def test_engines_for_rtx_cards_are_built_without_a_gpu(checkpoint: Checkpoint, tmp_path: Path) -> None:
     stage = find("talker")
     config = stage.config(checkpoint)
-    plan = next(each for each in stage.graphs(config, Shard(), StageOptions()) if each.spec.name == "step")
+    plan = graph_of(stage, config, "step")
     module = float32_module(stage, config, checkpoint)
     program = capture(plan, module, stage="talker", static_shapes=None, device=CPU)
     paths = [tmp_path / f"{index}.trt" for index in range(3)]
@@ -738,4 +739,4 @@ def test_a_job_reaches_the_builder_as_it_is() -> None:
     shapes = ((1, 4), (3, 4), (9, 4))
     for cards in (None, (), ("SM86", "SM120")):
         job = BuildJob(library="tensorrt_rtx", ranges=(Range(name="x", shapes=shapes),), cards=cards)
-        assert read_job(job.to_json()) == job
+        assert decode(BuildJob, json.loads(json.dumps(encode(job)))) == job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stage_checks import altered, graph_of
 from thinker_session import EagerStage, Prompt, Session, eager_stage, golden_prompt
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_reference import float32_inputs
 from mingc.export.compile.trace import check_example
-from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder
+from mingc.export.layers.decoder import PAGE_SIZE, Attention, Decoder, DecoderConfig
 from mingc.export.layers.decoder_weights import decoder_weights
 from mingc.export.layers.moe import MoeFeedForward
 from mingc.export.stage import Shard, StageOptions
@@ -47,7 +47,7 @@ def session(stage: EagerStage, config: ThinkerConfig) -> Session:
 
 
 def test_the_reference_holds_experts_once(module: Decoder) -> None:
-    """In the checkpoint's dtype: in float32 those of one released layer are 13 GB. All else is float32."""
+    """Experts keep the checkpoint's dtype: one released layer would take 13 GB in float32. All else is float32."""
     narrow = {name for name, value in module.state_dict().items() if value.dtype == torch.bfloat16}
     layers = [name for name, each in module.named_modules() if isinstance(each, MoeFeedForward)]
     assert layers and narrow == {f"{name}.{matrix}" for name in layers for matrix in ("gate_up", "down")}
@@ -265,39 +265,31 @@ def test_parameters(config: ThinkerConfig) -> None:
     assert (values.video_start_token, values.video_end_token) == (542, 543)  # not the config's mislabel
 
 
-def altered(checkpoint: Checkpoint, **changes: object) -> Checkpoint:
-    config = copy.deepcopy(checkpoint.main.config)
-    for key, value in changes.items():
-        if value is None:
-            del config["llm_config"][key]
-        else:
-            config["llm_config"][key] = value
-    return replace(checkpoint, main=replace(checkpoint.main, config=config))
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("key", "value", "words"),
     [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_experts": "many"}, "num_experts is 'many'"),
-        ({"n_group": 3}, "16 experts cannot form 3 equal groups"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.type='yarn'"),
-        ({"image_start_token": 3}, "<image> is token 540"),
+        ("hidden_size", None, "hidden_size is missing"),
+        ("num_experts", "many", "num_experts is 'many'"),
+        ("n_group", 3, "16 experts cannot form 3 equal groups"),
+        ("hidden_act", "gelu", "hidden_act='gelu'"),
+        ("rope_scaling", {"type": "yarn"}, "rope_scaling.type='yarn'"),
+        ("image_start_token", 3, "<image> is token 540"),
     ],
 )
-def test_unusable_configs_are_refused(checkpoint: Checkpoint, changes: dict[str, object], words: str) -> None:
+def test_unusable_configs_are_refused(checkpoint: Checkpoint, key: str, value: object, words: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
-        STAGE.config(altered(checkpoint, **changes))
+        STAGE.config(altered(checkpoint, "llm_config", key, value=value))
     assert "config.json" in str(caught.value)
 
 
 def test_config_keys_of_the_release(checkpoint: Checkpoint) -> None:
-    released = altered(checkpoint, head_dim=None, hidden_size=512)
-    assert STAGE.config(released).decoder.head_dim == 128
-    assert STAGE.config(altered(checkpoint, routed_scaling_factor=1.5)).decoder.routed_scale == 1.5
-    assert STAGE.config(altered(checkpoint, moe_router_topk_scaling_factor=3)).decoder.routed_scale == 3.0
-    assert STAGE.config(altered(checkpoint, num_shared_experts=2)).decoder.shared_intermediate_size == 64
+    def decoder(key: str, value: object, given: Checkpoint = checkpoint) -> DecoderConfig:
+        return STAGE.config(altered(given, "llm_config", key, value=value)).decoder
+
+    assert decoder("hidden_size", 512, altered(checkpoint, "llm_config", "head_dim")).head_dim == 128
+    assert decoder("routed_scaling_factor", 1.5).routed_scale == 1.5
+    assert decoder("moe_router_topk_scaling_factor", 3).routed_scale == 3.0
+    assert decoder("num_shared_experts", 2).shared_intermediate_size == 64
 
 
 def test_tokens_are_sampled_for_every_size_of_logits(config: ThinkerConfig) -> None:
@@ -331,7 +323,7 @@ def test_trace_and_check_sizes_are_in_range(config: ThinkerConfig, batch_sizes: 
 
 
 def test_prompts_that_share_a_chunk_are_independent(config: ThinkerConfig) -> None:
-    """Static graphs take several prompts per chunk; each has the result of a chunk of its own."""
+    """Static graphs take several prompts per chunk; each has the same result as in a separate chunk."""
     options = StageOptions(
         dtype=torch.bfloat16,
         static_buckets=True,
@@ -339,9 +331,7 @@ def test_prompts_that_share_a_chunk_are_independent(config: ThinkerConfig) -> No
         max_model_len=256,
         prefill_chunk_size=256,
     )
-    (plan,) = (
-        each for each in STAGE.graphs(config, Shard(), options) if each.spec.name == "prefill_attention"
-    )
+    plan = graph_of(STAGE, config, "prefill_attention", options)
     sizes = {"T": 256, "P": 16, "KV": 80 * PAGE_SIZE}
     generator = torch.Generator().manual_seed(0)
     example = {name: each.float() if each.is_floating_point() else each
@@ -366,7 +356,7 @@ def test_a_reference_accepts_the_inputs_of_the_checked_engine(config: ThinkerCon
     """Float32 chunks have one prompt: the page table of several must not be replaced like a sharded state."""
     options = StageOptions(dtype=torch.bfloat16, static_buckets=True, batch_sizes=(1, 4), max_model_len=256)
     plan, exact = (
-        next(each for each in STAGE.graphs(config, Shard(), chosen) if each.spec.name == "prefill_attention")
+        graph_of(STAGE, config, "prefill_attention", chosen)
         for chosen in (options, StageOptions(batch_sizes=(1, 4), max_model_len=256))
     )
     sizes = {"T": 32, "P": 16, "KV": 80 * PAGE_SIZE}

@@ -228,7 +228,7 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
 def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
     """One engine per graph serves both ranks, each with its own weights.
 
-    One whose weights are bound is compiled: a compiler could keep those of the rank that it has seen.
+    The graph whose weights are bound is compiled: a compiler could keep the weights of the rank that it has seen.
     """
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from mingc_command import CACHE
 from safetensors.torch import load_file
+from stage_checks import altered, assert_close, check_sources, with_random_weights
 from torch import Tensor
 
 from mingc.errors import CheckpointError
@@ -21,7 +21,7 @@ from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
-from mingc.export.weights.loading import check_weights, float32_module
+from mingc.export.weights.loading import float32_module
 from mingc.runtime.engines.backends.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"
@@ -66,33 +66,13 @@ def inputs_for(config: VisionConfig, pixels: Tensor, grids: list[list[int]]) -> 
 
 
 def pad(inputs: tuple[Tensor, ...], num_tokens: int) -> tuple[Tensor, ...]:
-    """`inputs` in a bucket of `num_tokens`: padding tokens have noise as pixels and are frames of their own."""
+    """`inputs` in a bucket of `num_tokens`: each padding token is a frame with noise as pixels."""
     own, group = inputs[0].shape[:2]
     padded = [torch.cat((t, t.new_zeros(num_tokens - own, *t.shape[1:]))) for t in inputs]
     padded[0][own:] = torch.randn(num_tokens - own, *inputs[0].shape[1:], dtype=inputs[0].dtype)
     for token in range(own, num_tokens):
         padded[4][token] = torch.tensor([token * group, (token + 1) * group], dtype=torch.int32)
     return tuple(padded)
-
-
-def assert_close(value: Tensor, reference: Tensor, limit: float = 3e-6) -> None:
-    """Relative L2 error and largest error relative to the largest value, both below `limit`."""
-    assert value.shape == reference.shape
-    difference = (value - reference).double()
-    assert difference.norm() / reference.double().norm() < limit
-    assert difference.abs().max() / reference.abs().max() < limit
-
-
-def random_module(config: VisionConfig) -> VisionEncoder:
-    """A module of any geometry with weights that keep activations near one."""
-    module = VisionEncoder(config)
-    generator = torch.Generator().manual_seed(1)
-    for name, tensor in module.state_dict().items():
-        fan_in = tensor[0].numel() if tensor.dim() > 1 else 16
-        tensor.copy_(torch.randn(tensor.shape, generator=generator) / fan_in**0.5)
-        if "norm" in name and name.endswith("weight"):
-            tensor.add_(1)
-    return module.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,7 +131,7 @@ def test_full_size_grid_reproduces_the_table(module: VisionEncoder, config: Visi
 
 
 def test_what_the_module_keeps_in_float32_is_stored_so(config: VisionConfig) -> None:
-    """At any dtype of the export: tables that bfloat16 would round again."""
+    """Tables stay float32 in any export, because bfloat16 would round them again."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -202,12 +182,7 @@ def test_bfloat16_stays_near_golden(
 
 
 def test_weight_sources_match_module_and_checkpoint(checkpoint: Checkpoint, config: VisionConfig) -> None:
-    sources = STAGE.weights(config, Shard())
-    with torch.device("meta"):
-        expected = STAGE.build(config, Shard()).state_dict()
-    assert sorted(source.name for source in sources) == sorted(expected)
-    assert check_weights(checkpoint, sources) == []
-    used = {name for source in sources for name in source.tensors}
+    used = {name for source in check_sources(STAGE, checkpoint, config) for name in source.tensors}
     ignored = tuple(prefix for prefix, _why in STAGE.ignored(checkpoint))
     stored = [name for name in checkpoint.main.tensors if name.startswith(("vision.", "linear_proj."))]
     assert [name for name in stored if name not in used and not name.startswith(ignored)] == []
@@ -215,7 +190,7 @@ def test_weight_sources_match_module_and_checkpoint(checkpoint: Checkpoint, conf
 
 
 def odd_configs(config: VisionConfig) -> list[VisionConfig]:
-    """Geometries unlike the tiny and the released one."""
+    """Geometries that differ from the tiny and the released model."""
     return [
         replace(config, depth=1, width=40, num_heads=5, mlp_width=33, projector_depth=1, patch_size=14),
         replace(config, depth=2, merge_size=3, temporal_patch_size=1, in_channels=1, patch_size=4),
@@ -229,7 +204,7 @@ def odd_configs(config: VisionConfig) -> list[VisionConfig]:
 @pytest.mark.parametrize("which", range(4))
 def test_other_geometries_trace_with_any_number_of_tokens(which: int, config: VisionConfig) -> None:
     config = odd_configs(config)[which]
-    module = random_module(config)
+    module = with_random_weights(VisionEncoder(config))
     for source in STAGE.weights(config, Shard()):
         value = source.compute(*[torch.zeros(shape) for shape in source.shapes])
         assert value.shape == module.state_dict()[source.name].shape, source.name
@@ -291,19 +266,6 @@ def test_static_buckets_reach_the_largest_image(config: VisionConfig) -> None:
     assert [tensor.dtype for tensor in plan.spec.inputs] == ["bfloat16", "int64", "float32", "int64", "int32"]
     assert STAGE.parameters(config, StageOptions(static_buckets=True)).max_patches == 65536
     assert STAGE.parameters(config, StageOptions()).max_patches == 16384
-
-
-def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpoint:
-    """`checkpoint` with one config key set, or removed when `value` is None."""
-    values = copy.deepcopy(checkpoint.main.config)
-    inner = values
-    for step in path[:-1]:
-        inner = inner[step]
-    if value is None:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return replace(checkpoint, main=replace(checkpoint.main, config=values))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_an_export_that_is_interrupted_while_files_are_written_leaves_nothing(tm
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a process group of its own shows whether any process is left
+        start_new_session=True,  # its process group shows whether any process is left
     ) as export:
         try:
             assert export.stderr is not None
@@ -170,7 +170,7 @@ def _alive(group: int) -> list[psutil.Process]:
     """Live processes of `group`, without zombies that no init process collects."""
     found = []
     for each in psutil.process_iter(["status"]):
-        with suppress(ProcessLookupError):  # a process that ended in the meantime
+        with suppress(ProcessLookupError):  # the process has just ended
             if each.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(each.pid) == group:
                 found.append(each)
     return found

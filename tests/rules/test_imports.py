@@ -125,13 +125,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "mingc.export.synthetic": (
         "mingc.artifacts",
-        "mingc.dtypes",
         "mingc.errors",
         "mingc.export.assets",
         "mingc.export.checkpoint",
         "mingc.export.recipe",
         "mingc.export.stage",
         "mingc.export.stages",
+        "mingc.export.weights",
     ),
     "mingc.export.source": (
         "mingc.export.checkpoint",
@@ -297,7 +297,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.options",
         "mingc.runtime.engines",
     ),
-    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.errors"),
+    "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.artifacts.target", "mingc.errors"),
     "mingc.deploy": (
         "mingc.artifacts",
         "mingc.errors",
@@ -636,7 +636,7 @@ def test_schedulers_load_without_torch() -> None:
 def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
         "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.commands.doctor_report\n"
-        "import mingc.artifacts.artifact, mingc.artifacts.inspection, mingc.verify.verification"
+        "import mingc.artifacts.artifact, mingc.bundles.inspection, mingc.verify.verification"
     )
     for package in ("torch", "numpy", "rich", "safetensors"):
         assert not within(loaded, package)

@@ -31,10 +31,10 @@ from mingc.artifacts.artifact import (
     open_artifact,
     write_manifest,
 )
-from mingc.artifacts.inspection import summarize
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, Manifest, StageRecord, TunedKernel
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import Host, KernelConfig
+from mingc.bundles.inspection import summarize
 from mingc.console.report import show
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 from mingc.runtime.talker.planner import load_voice
@@ -301,7 +301,7 @@ def test_all_files_have_the_permissions_that_the_umask_leaves(
 
 @contextmanager
 def as_other_user() -> Iterator[None]:
-    """Not as root, who may read everything."""
+    """Runs as another user, because root may read everything."""
     user = os.geteuid()
     os.seteuid(user or 65534)
     try:
@@ -335,7 +335,7 @@ def test_bytes_appended_to_a_file_are_found_without_hashing(artifact_path: Path,
 
 
 def test_a_hash_covers_a_file_to_its_end(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files larger than what is read at once."""
+    """The file is larger than what is read at once."""
     monkeypatch.setattr(file_region, "CHUNK_BYTES", 64)
     path = artifact_path / "weights/audio.bin"
     artifact = open_artifact(artifact_path)
@@ -354,7 +354,7 @@ def test_engines_run_on_no_other_patch_release_of_torch(manifest: Manifest, here
 
 @pytest.mark.parametrize(("built_for", "here"), [("cuda", "cpu"), ("cpu", "cuda")])
 def test_engines_run_on_no_other_device(manifest: Manifest, built_for: str, here: str) -> None:
-    """Not even where the capability has the same name."""
+    """The device counts even if the capability has the same name."""
     recorded = replace(manifest.fingerprint, device=built_for)
     with pytest.raises(IncompatibleError, match=f"device: built for {built_for}, here {here}"):
         check_fingerprint(recorded, Host(torch="2.13.0", device=here, capability="AVX2"))
@@ -464,7 +464,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_in_the_words_of_a_library_is_reported_as_such(tmp_path: Path) -> None:
-    """torch and safetensors raise errors of their own."""
+    """torch and safetensors do not raise OSError."""
     words = "Error while serializing: I/O error: No space left on device (os error 28)"
     with (
         pytest.raises(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.inspection import explain_trial, summarize
 from mingc.artifacts.manifest import (
     BackendRefusal,
     BackendTrial,
@@ -23,6 +22,7 @@ from mingc.artifacts.manifest import (
     Manifest,
     parse_manifest,
 )
+from mingc.bundles.inspection import explain_trial, summarize
 from mingc.errors import ArtifactError, ManifestError
 from mingc.host import onnx_library
 from mingc.runtime.engines import backends as loaders

@@ -197,7 +197,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(artifact_path: Path) ->
         read_manifest(artifact_path)
 
 
-def test_a_file_that_no_hash_is_kept_of_is_refused(artifact_path: Path) -> None:
+def test_a_file_without_a_recorded_hash_is_refused(artifact_path: Path) -> None:
     change(artifact_path, files={})
     with pytest.raises(ManifestError, match=r"engines/encode\.pt2 is not in the file table"):
         read_manifest(artifact_path)
@@ -211,7 +211,7 @@ def test_a_file_outside_the_artifact_is_refused(artifact_path: Path, name: str) 
     record = {"size_bytes": 1, "sha256": "0" * 64}
     files = json.loads((artifact_path / FILE_NAME).read_text(encoding="utf-8"))["files"]
     change(artifact_path, files={**files, name: record})
-    with pytest.raises(ManifestError, match="is no path inside"):
+    with pytest.raises(ManifestError, match="is not a path inside the artifact"):
         read_manifest(artifact_path)
 
 
@@ -246,7 +246,7 @@ _GRAPH = ("stages", "audio_encoder", "graphs", "encode")
 
 @pytest.fixture
 def sharded(artifact_path: Path) -> Path:
-    """As exported for two ranks: one weights file for each."""
+    """An artifact for two ranks, with one weights file for each."""
 
     def shard(document: dict[str, Any]) -> None:
         document["fingerprint"]["world_size"] = 2

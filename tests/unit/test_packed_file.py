@@ -184,7 +184,7 @@ def test_a_swapped_manifest_or_file_is_refused_by_the_signature(bundle: Path, ke
         contents["bundle/start.sh"] = b"#!/bin/sh\nexit 1\n"
 
     _rebuilt(bundle, swap)
-    open_artifact(bundle)  # in itself it is in order
+    open_artifact(bundle)  # the bundle itself is consistent
     with pytest.raises(SignatureError, match=r"does not fit the content of bundle\.json"):
         require_signature(bundle, keys[1])
 
@@ -242,7 +242,7 @@ def test_new_keys_replace_none_and_leave_no_half_pair(tmp_path: Path) -> None:
 def test_a_file_that_this_user_may_not_read_is_named(
     name: str, bundle: Path, keys: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as a bundle that is not signed. Root reads every file, so the refusal is made here."""
+    """The error is not that the bundle is unsigned. Root may read every file, so the test makes the refusal."""
     sign_bundle(bundle, keys[0], None)
     unpack(bundle, tmp_path / "out")
     real = Path.open
@@ -340,7 +340,7 @@ def test_an_interrupted_signing_is_named_and_done_again(
 def test_the_end_of_a_former_bundle_is_not_put_into_a_new_one(
     bundle: Path, keys: tuple[Path, str], artifact_path: Path
 ) -> None:
-    """As a kill before the end of signing leaves it, when the bundle is packed again and not signed again."""
+    """A kill before the end of signing left it, and the bundle was packed again but not signed again."""
     kept_end_path(bundle).write_bytes((4096).to_bytes(8, "little") + b"end of a former, smaller bundle")
     pack(artifact_path, bundle, {**EXTRAS, "added": b"1" * 5000}, replace_existing=True)
     sign_bundle(bundle, keys[0], None)
@@ -389,19 +389,19 @@ def test_pack_does_not_continue_another_artifact(artifact_path: Path, tmp_path: 
     check_hashes(open_artifact(output))
 
 
-def test_pack_does_not_replace_a_bundle_that_appeared_meanwhile(
+def test_pack_does_not_replace_a_bundle_that_appears_while_it_packs(
     artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "tiny.mingc"
     pack(artifact_path, tmp_path / "other.mingc", {})
     finish = packing._finish
 
-    def meanwhile(*words) -> None:  # type: ignore[no-untyped-def]
+    def after_another(*words) -> None:  # type: ignore[no-untyped-def]
         shutil.copyfile(tmp_path / "other.mingc", output)
         finish(*words)
 
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="exists"):
-        patch.setattr(packing, "_finish", meanwhile)
+        patch.setattr(packing, "_finish", after_another)
         pack(artifact_path, output, EXTRAS)
     assert output.read_bytes() == (tmp_path / "other.mingc").read_bytes()
     assert pack(artifact_path, output, EXTRAS, replace_existing=True).resumed_bytes > 0
@@ -422,7 +422,7 @@ def test_a_line_of_the_journal_that_cannot_be_read_counts_as_not_written(tmp_pat
 def test_a_journal_without_its_file_is_not_trusted(
     artifact_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kill between the rename of the bundle and the removal of its journal leaves it."""
+    """A kill between the rename of the bundle and the removal of its journal leaves this."""
     output = tmp_path / "tiny.mingc"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", lambda path, missing_ok=False: _interrupt(path))
@@ -469,7 +469,7 @@ def large(artifact_path: Path, tmp_path: Path) -> Path:
 
 
 def test_unpack_continues_inside_a_file(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interruption, and when what is there turns out to be something else."""
+    """It continues after an interruption, and starts anew when the half file has other content."""
     out, work = tmp_path / "out", tmp_path / ".out.unpack"
     original = FileRegion.chunks
     with monkeypatch.context() as patch:
@@ -616,12 +616,12 @@ def test_a_bundle_of_another_format_is_refused(bundle: Path) -> None:
     ):
         document = json.loads(open_packed(bundle).bundle_bytes)
         document["files"][name] = next(iter(document["files"].values()))
-        with pytest.raises(ManifestError, match="no path inside"):
+        with pytest.raises(ManifestError, match="is not a path inside the bundle"):
             parse_bundle_manifest(json.dumps(document).encode(), "x")
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
-    """A named pipe waited for a writer, forever."""
+    """Opening a named pipe waited for a writer forever."""
     os.mkfifo(tmp_path / "pipe.mingc")
     for path in (tmp_path / "pipe.mingc", Path("/dev/zero")):
         with pytest.raises(ArtifactError, match="not a regular file"):
@@ -629,7 +629,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_an_output_that_cannot_be_made_is_named(bundle: Path, artifact_path: Path, tmp_path: Path) -> None:
-    """Below a file, or where no folder can be: reported as a bug of mingc before. And the store is no output."""
+    """Outputs below a file or in /proc were reported as a bug of mingc. The store is not a valid output either."""
     before = sorted(path.name for path in tmp_path.iterdir())
     for parent in (bundle, bundle / "deeper", Path("/proc/nowhere")):
         with pytest.raises(ConfigError, match="cannot be made"):

@@ -1,4 +1,4 @@
-"""Folders under construction: those of killed processes are cleaned up, those of living ones are not touched."""
+"""Folders under construction: leftovers of killed processes are removed, folders of living processes are not."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_files_beyond_4_gib_are_found_by_other_programs(tmp_path: Path) -> None:
 
 
 def test_headers_of_every_length_fill_their_place() -> None:
-    for length in range(1, 2 * ALIGNMENT if ALIGNMENT < 200 else 300):
+    for length in range(1, 300):
         for start in (0, ALIGNMENT - 54 - length, ALIGNMENT - 53 - length):
             (placed,) = place([("n" * length, 9)], max(start, 0))
             assert len(local_header(placed, 0)) == placed.data_at - placed.header_at

@@ -15,7 +15,7 @@ _WORD, _BYTE, _NEVER = -1.0, -10.0, -1e6
 
 
 def word(number: int) -> str:
-    """A word of three syllables for an id, one of 614,125; some end with a full stop or a comma.
+    """The three-syllable word of an id, one of 614,125 words; some end with a full stop or a comma.
 
     Text of random ids then has sentences of about natural length, at which speech is cut into segments.
     """
@@ -28,14 +28,15 @@ def word(number: int) -> str:
 
 
 def byte_tokenizer(vocab_size: int, special_tokens: Sequence[str]) -> str:
-    """The tokenizer.json. An id beyond bytes and special tokens is a space and its `word`; other text is bytes.
+    """The text of a tokenizer.json.
 
-    So a prompt of random words has tokens from the whole vocabulary.
+    An id beyond bytes and special tokens is a space and its `word`; other text is bytes. So a prompt of random words
+    has tokens from the whole vocabulary.
 
     Args:
         vocab_size: number of ids, special tokens included.
-        special_tokens: of the prompt's template. As in any tokenizer, they are recognised in templates, but a client's
-            text is encoded without added tokens and never becomes one.
+        special_tokens: tokens of the prompt's template. As in any tokenizer, they are recognised in templates, but a
+            client's text is encoded without added tokens and never becomes one.
 
     Raises: ConfigError when bytes and special tokens do not fit into the vocabulary.
     """

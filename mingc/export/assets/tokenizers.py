@@ -1,4 +1,4 @@
-"""Copies the tokenizers of a checkpoint into the artifact."""
+"""Copy the tokenizers of a checkpoint into the artifact."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def _read_tokenizer(file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
         Tokenizer.from_str(text)
-    except Exception as error:  # the library has no type of its own
+    except Exception as error:  # the library raises no narrower type
         raise CheckpointError(f"not a tokenizer: {error}", where=str(file)) from error
     return text

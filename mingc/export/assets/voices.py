@@ -35,7 +35,7 @@ _MANIFEST = Path("data") / "voice_name.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VoiceSource:
-    """A voice of the checkpoint: its wave and what is said in it."""
+    """A voice of the checkpoint: a recording and its transcript."""
 
     name: str
     wav: Path
@@ -43,7 +43,7 @@ class VoiceSource:
 
 
 def find_voices(checkpoint: Checkpoint, notes: list[str]) -> tuple[VoiceSource, ...]:
-    """The voices of talker/data/voice_name.json whose wave is there; a line in `notes` for each fix-up.
+    """The voices of talker/data/voice_name.json whose recording exists; appends a line to `notes` for each fix-up.
 
     The released manifest points at an authoring folder (spec: checkpoint.md §6), so a path that does not exist is
     searched by file name below talker/data.
@@ -166,7 +166,7 @@ class VoiceMaker:
             session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
             given = {session.get_inputs()[0].name: features[None].astype(np.float32)}
             embedding = np.asarray(session.run(None, given)[0], np.float32)
-        except Exception as error:  # its errors have no other class in common
+        except Exception as error:  # its errors share no narrower class
             raise CheckpointError(
                 f"{SPEAKER_NETWORK} cannot be run: {error}", where=str(path), fix="download it again"
             ) from error

@@ -19,8 +19,7 @@ from mingc.kernels.moe_gemv import RouterWeights, moe_gemv
 from mingc.kernels.quantized import INT4_GROUP
 from mingc.kernels.triton.moe_config import FP8, INT4, MoeConfig, MoeProblem, use_tuned_configs
 
-# Configurations sum in different orders and outputs are bfloat16. A share of the largest value, as in the kernels'
-# tests.
+# A share of the largest value, as in the kernels' tests: configurations sum in different orders, in bfloat16.
 TOLERANCE = 1.5e-2
 _ROUNDS = 15  # timings of each configuration, in turns
 _WARM_UPS = 2
@@ -58,7 +57,7 @@ class RandomExperts:
         self._norm = torch.ones(dims.hidden_size, dtype=torch.bfloat16, device=self._device)
 
     def inputs(self, tokens: int, sets: int) -> list[Inputs]:
-        """`sets` sets of inputs; every token is routed at random: the worst case for the number of experts read."""
+        """Make `sets` sets of inputs. Tokens are routed at random, the worst case for the number of experts read."""
         dims, made = self.dims, []
         for _ in range(sets):
             scores = torch.rand(tokens, dims.num_experts, generator=self._generator, device=self._device)

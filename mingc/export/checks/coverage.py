@@ -17,7 +17,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
     """Compare the tensors that stages need with the tensors of the checkpoint.
 
     Args:
-        configs: of the stages to be exported, by name.
+        configs: the config of each stage to be exported, by name.
         known: every stage that may use a tensor.
 
     Returns: notes on tensors that stages ignore.

@@ -28,7 +28,7 @@ Modules = Callable[[str, str], Sequence[nn.Module]]
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """A prompt and its answer so far: as `EagerModel.answer`, with positions for the answer."""
+    """A prompt and its answer so far; the fields are the prompt's in `EagerModel.answer`, extended by the answer."""
 
     input_ids: Tensor
     positions: Tensor

@@ -39,7 +39,7 @@ class EagerRanks:
         return EagerRanks(self.plan, self.modules, inputs)
 
     def on_device(self) -> EagerRanks:
-        """The same, with inputs moved to the device of the modules' weights, if they have any."""
+        """The same modules, with inputs on the device of their weights, if they have any."""
         weight = next(self.modules[0].parameters(), None)
         if weight is None:
             return self
@@ -64,8 +64,8 @@ def float32_inputs(
     """
     converted = {each.name: tensors[each.name] for each in plan.spec.inputs}
     for spec in plan.spec.state:
-        shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
-        is_same = list(tensors[spec.name].shape) == shape
+        shape = spec.shape_at(sizes)
+        is_same = tensors[spec.name].shape == shape
         converted[spec.name] = tensors[spec.name] if is_same else torch.zeros(shape)
     return {name: value.float() if value.is_floating_point() else value for name, value in converted.items()}
 

@@ -213,7 +213,7 @@ def _fit(
 
 
 def _candidates(plan: GraphDef, module: nn.Module) -> dict[str, Tensor]:
-    """Inputs of many tokens; in the first half the first floating-point input points along the router weights."""
+    """Inputs for many tokens; in the first half, the first floating-point input points along the router weights."""
     weight = module.get_submodule("router").get_parameter("weight").detach().float().cpu().flatten(0, -2)
     count = _CANDIDATES * len(weight)
     inputs = plan.example(dict.fromkeys(plan.check_dims, 2 * count), torch.Generator().manual_seed(2))

@@ -35,7 +35,7 @@ def max_error(eager: float, dtype: torch.dtype) -> float:
 
 
 def worst_parity(first: Parity, second: Parity) -> Parity:
-    """One record for two checked engines of a graph: the worse value of each figure."""
+    """Combine the records of two checked engines of a graph: the worse value of each figure."""
     further = max(first, second, key=lambda each: each.compiled)
     return Parity(
         compiled=further.compiled,

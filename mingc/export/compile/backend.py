@@ -24,7 +24,7 @@ class Backend(ABC):
 
     Attributes:
         name: also the name of its file or entry point, and of the loader in the runtime.
-        suffix: of engine files, with the dot.
+        suffix: suffix of engine files, with the dot.
         takes_kernels: whether it compiles mingc's own GPU kernels; others get graphs of plain torch operators.
         pool_dims: sizes of dims without buckets that a graph is traced at; the others stay dynamic.
     """
@@ -44,8 +44,8 @@ class Backend(ABC):
         """The backend that traces, checks and compiles `plan` for `sizes`: this one unless graphs need choices.
 
         Args:
-            sizes: of the dims with buckets; None: one engine for every size.
-            device: as of `compile`.
+            sizes: sizes of the dims with buckets; None: one engine for every size.
+            device: as in `compile`.
         """
         return self
 

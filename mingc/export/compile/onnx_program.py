@@ -27,13 +27,13 @@ OPSET = 23
 METADATA_KEY = "mingc"
 """Metadata key: tells the loader how many inputs are weights, and the place of each state."""
 
-_PREFIX = "model."  # the traced wrapper holds the stage's module under this name
+WEIGHT_PREFIX = "model."  # before the names of weights: the traced wrapper holds the module as `model`
 _OWN = ("aten", "prim", "prims")  # namespaces of operators that torch.onnx knows
 _WRITES = ("ScatterND", "ScatterElements")  # they keep every row of their first input that they do not write
 # Experts of a mixture are gathered for every token, which AOTInductor fuses with the GEMM that reads them. ONNX Runtime
 # writes them to memory first.
 MAX_GATHERED_BYTES = 4 << 30
-# Of quantized weights. ONNX Runtime names the dtype of memory that it reads by numpy's, which lacks it.
+# The dtype of quantized weights: ONNX Runtime names dtypes as numpy does, and numpy lacks this one.
 UNBOUND_DTYPE = torch.float8_e4m3fn
 
 
@@ -171,12 +171,12 @@ def _finish(model: Any, written: Sequence[int]) -> Any:
     from onnxscript.ir import serde
 
     graph = model.graph
-    weights = {name: value for name, value in graph.initializers.items() if name.startswith(_PREFIX)}
+    weights = {name: value for name, value in graph.initializers.items() if name.startswith(WEIGHT_PREFIX)}
     for name, value in weights.items():
         del graph.initializers[name]
         value.const_value = None
         graph.inputs.append(value)
-    # After that, so that no weight is folded into the model.
+    # Weights became inputs before, so that none is folded into the model.
     optimizer.optimize(model, num_iterations=2)
     for value in weights.values():
         if not value.uses():
@@ -205,7 +205,7 @@ def _finish(model: Any, written: Sequence[int]) -> Any:
 def _may_share(before: Any, after: Any) -> bool:
     """Whether state `before` and its new value `after` may be the same memory.
 
-    They may when one node writes rows of it and nothing else reads its old values, which could run after that node.
+    They may when one node writes rows of it and no other node, which could run later, reads its old values.
     """
     readers = [node for node, _ in before.uses() if node.op_type != "Shape"]
     if len(readers) != 1 or before.is_graph_output():
@@ -223,7 +223,7 @@ def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
     """Raises: CompileError when weights of `module` are stored in FP8, which is not supported for ONNX models."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
-            f"weights are stored as {UNBOUND_DTYPE}, which ONNX models here do not read",
+            f"weights are stored as {UNBOUND_DTYPE}, which the ONNX models of mingc do not read",
             where=where,
             fix=fix,
         )
@@ -238,7 +238,7 @@ def refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> N
         # Weights have fixed sizes; state has as many rows as a server asks for.
         if source.op != "placeholder" or not all(isinstance(size, int) for size in source.meta["val"].shape):
             continue
-        sizes = [_largest(size) for size in value.shape]
+        sizes = [size_bounds(size)[1] for size in value.shape]
         size = torch.Size(sizes).numel() * value.element_size()
         if size > MAX_GATHERED_BYTES:
             raise CompileError(
@@ -250,12 +250,12 @@ def refuse_large_gathers(program: torch.export.ExportedProgram, where: str) -> N
             )
 
 
-def _largest(size: int | torch.SymInt) -> int:
-    """The upper bound of a size."""
+def size_bounds(size: int | torch.SymInt) -> tuple[int, int]:
+    """The smallest and the largest value of a size in a traced graph."""
     if isinstance(size, int):
-        return size
-    node = size.node
-    return int(node.shape_env.bound_sympy(node.expr).upper)
+        return size, size
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    return int(bounds.lower), int(bounds.upper)
 
 
 def _reason(error: BaseException) -> str:

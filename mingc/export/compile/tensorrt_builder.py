@@ -10,10 +10,11 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mingc.artifacts.codec import decode
 from mingc.host.parent_watchdog import watch_pipe
 from mingc.host.tensorrt_library import import_library, make_logger
 
@@ -38,23 +39,6 @@ class BuildJob:
     library: str
     ranges: tuple[Range, ...]
     cards: tuple[str, ...] | None
-
-    def to_json(self) -> str:
-        """The job as `read_job` reads it."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-
-def read_job(text: str) -> BuildJob:
-    """The job of `BuildJob.to_json`."""
-    document = json.loads(text)
-    ranges = []
-    for each in document["ranges"]:
-        low, usual, high = (tuple(shape) for shape in each["shapes"])
-        ranges.append(Range(name=each["name"], shapes=(low, usual, high)))
-    cards = document["cards"]
-    return BuildJob(
-        library=document["library"], ranges=tuple(ranges), cards=None if cards is None else tuple(cards)
-    )
 
 
 class RefusedError(Exception):
@@ -123,7 +107,7 @@ def main() -> int:
     """
     watch_pipe(sys.stdin.fileno())
     folder = Path(sys.argv[1])
-    job = read_job((folder / "job.json").read_text(encoding="utf-8"))
+    job = decode(BuildJob, json.loads((folder / "job.json").read_text(encoding="utf-8")))
     try:
         (folder / "plan").write_bytes(build_plan((folder / "model.onnx").read_bytes(), job))
     except RefusedError as error:

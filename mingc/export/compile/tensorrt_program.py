@@ -18,16 +18,23 @@ from pathlib import Path
 import torch
 from torch.export.graph_signature import InputKind
 
+from mingc.artifacts.codec import encode
 from mingc.artifacts.target import Capability, rtx_capabilities, sm_name
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError
 from mingc.export.compile.engine_cache import keep, take
-from mingc.export.compile.onnx_program import METADATA_KEY, refuse_large_gathers, to_onnx, translates
+from mingc.export.compile.onnx_program import (
+    METADATA_KEY,
+    WEIGHT_PREFIX,
+    refuse_large_gathers,
+    size_bounds,
+    to_onnx,
+    translates,
+)
 from mingc.export.compile.tensorrt_builder import BuildJob, Range
 from mingc.host.machine import gpu
 from mingc.host.tensorrt_library import RTX, TITLES, import_library
 
-_PREFIX = "model."
 FIX = (
     "compile this stage with AOTInductor: --backend aoti:STAGE; for RTX cards, for which nothing else builds, leave it "
     "out with --stages"
@@ -144,7 +151,7 @@ def build_engine_file(
         version=trt.__version__,
         capabilities=tuple("{}.{}".format(*each) for each in capabilities),
         inputs=tuple(names[:count]),
-        weights=tuple(name.removeprefix(_PREFIX) for name in names[count:]),
+        weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in names[count:]),
         outputs=tuple(each.name for each in model.graph.output),
         state=tuple(index for index, _ in layout["state"]),
         model_bytes=len(carried),
@@ -183,7 +190,7 @@ def _key(
 
 
 def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> list[Range]:
-    """Ranges of the inputs with dims that vary, in the order of the program. Raises: CompileError for absurd ones."""
+    """Ranges of the inputs with dims that vary, in the program's order. Raises: CompileError if one is too large."""
     given = [
         each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
     ]
@@ -191,7 +198,7 @@ def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: 
     found = []
     for name, argument in zip(names, given, strict=True):
         value = values[argument]
-        bounds = [_bounds(size) for size in value.shape]
+        bounds = [size_bounds(size) for size in value.shape]
         if all(low == high for low, high in bounds):
             continue
         largest = torch.Size([high for _, high in bounds]).numel() * value.element_size()
@@ -211,21 +218,13 @@ def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: 
     return found
 
 
-def _bounds(size: int | torch.SymInt) -> tuple[int, int]:
-    if isinstance(size, int):
-        return size, size
-    node = size.node
-    bounds = node.shape_env.bound_sympy(node.expr)
-    return int(bounds.lower), int(bounds.upper)
-
-
 def _build(model: bytes, job: BuildJob, where: str) -> bytes:
     """The plan of an ONNX model, built in a separate process. Raises: CompileError."""
     title = TITLES[job.library]
     with tempfile.TemporaryDirectory(prefix="mingc-tensorrt-") as name:
         folder = Path(name)
         (folder / "model.onnx").write_bytes(model)
-        (folder / "job.json").write_text(job.to_json(), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps(encode(job)), encoding="utf-8")
         words = [sys.executable, "-X", "faulthandler", "-m", "mingc.export.compile.tensorrt_builder", name]
         with (folder / "errors").open("wb") as errors:
             child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=errors, stderr=subprocess.STDOUT)

@@ -113,7 +113,7 @@ def check_example(
 ) -> None:
     """Raise CaptureError when an example tensor differs from the spec."""
     for tensor in (*spec.inputs, *spec.state):
-        shape = tuple(size if isinstance(size, int) else sizes[size] for size in tensor.shape)
+        shape = tensor.shape_at(sizes)
         value = example[tensor.name]
         if tuple(value.shape) != shape or value.dtype != torch_dtype(tensor.dtype):
             raise CaptureError(

@@ -24,7 +24,7 @@ CONTEXT = sympy.Symbol("context", integer=True, nonnegative=True)
 class KernelCost:
     """Operations of one call, and elements of state that it reads or writes.
 
-    `weight_shares`: how often a call reads an argument, where that is not once.
+    `weight_shares` says how often a call reads an argument, unless it reads it once.
     """
 
     flops: Size = 0
@@ -76,7 +76,7 @@ def _small_sequence_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCos
 def _varlen_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """q (B, Q, H, d), k (B, K, H, d), bounds (B, S, 2): a shared range has all keys, a query's own one half of them.
 
-    No shape has the ranges; the ranges of a graph's example inputs count: two frames, or one clip.
+    No shape tells the ranges, so the example inputs of the graphs count: two frames, or one clip.
     """
     (rows, queries, heads, size), keys = shapes["q"], shapes["k"][1]
     share = 1 if shapes["bounds"][1] == 1 else sympy.Rational(1, 2)
@@ -140,7 +140,7 @@ def _route_hidden(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
 
 
 def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size = CONTEXT + 1) -> KernelCost:
-    """One new token of each of `batch` requests, which attends to `seen` tokens of its own request."""
+    """One new token for each of `batch` requests, which attends to `seen` tokens of its request."""
     return KernelCost(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingc.export.layers.linear import empty_weight
 from mingc.export.layers.moe import DenseFeedForward, MoeFeedForward, Router
 from mingc.export.weights.sharding import check_heads, shard_size
 from mingc.kernels.decode_attention import decode_attention
@@ -83,9 +84,7 @@ class Embedding(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         half = config.rotary_dim // 2
-        self.word_embeddings = nn.Parameter(
-            torch.empty(config.vocab_size, config.hidden_size), requires_grad=False
-        )
+        self.word_embeddings = empty_weight(config.vocab_size, config.hidden_size)
         self.register_buffer("inv_freq", torch.empty(half, dtype=torch.float32))
         self.register_buffer("position_rows", torch.empty(half, dtype=torch.int64))
 
@@ -114,14 +113,12 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.eps = config.norm_eps
         rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.qkv = nn.Parameter(torch.empty(rows, config.hidden_size), requires_grad=False)
+        self.norm = empty_weight(config.hidden_size)
+        self.qkv = empty_weight(rows, config.hidden_size)
         self.register_parameter("qkv_scale", None)
-        self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
-        self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
-        self.dense = nn.Parameter(
-            torch.empty(config.hidden_size, self.num_heads * self.head_dim), requires_grad=False
-        )
+        self.q_norm = empty_weight(self.head_dim)
+        self.k_norm = empty_weight(self.head_dim)
+        self.dense = empty_weight(config.hidden_size, self.num_heads * self.head_dim)
         self.register_parameter("dense_scale", None)
 
     def prefill(
@@ -186,10 +183,8 @@ class Head(nn.Module):
     def __init__(self, config: DecoderConfig, world_size: int) -> None:
         super().__init__()
         self.eps = config.norm_eps
-        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.lm_head = nn.Parameter(
-            torch.empty(config.local_vocab(world_size), config.hidden_size), requires_grad=False
-        )
+        self.norm = empty_weight(config.hidden_size)
+        self.lm_head = empty_weight(config.local_vocab(world_size), config.hidden_size)
         self.register_parameter("lm_head_scale", None)
 
     def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor]:

@@ -1,9 +1,8 @@
 """Graph definitions of the thinker, with example inputs.
 
-A step runs `embed`, then attention and feed-forward of every layer, then `head`; on CUDA `sample` if a token is sampled
-at random. Dims: T tokens of a chunk, B requests,
-N either of both, P pages of a request, KV rows of a page pool. On CUDA a chunk may hold tokens of several requests:
-every chunk there takes as long as reading most experts does.
+A step runs `embed`, then attention and feed-forward of every layer, then `head`; on CUDA `sample` follows if a token is
+sampled at random. Dims: T tokens of a chunk, B requests, N tokens or requests, P pages of a request, KV rows of a page
+pool. On CUDA a chunk may hold tokens of several requests, because every chunk takes as long as reading most experts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mingc.kernels.sample_tokens import NUM_COLUMNS, NUM_RULES
 _MAX_POOL_ROWS = 1 << 30
 _MIN_CHUNK = 16
 _MIN_TABLE = 4
-_MAX_PROMPTS_ON_CPU = 2  # attention computes every pair of a row and a prompt
+_MAX_PROMPTS_ON_CPU = 2  # attention computes all pairs of rows and prompts
 _MAX_PROMPTS = 16  # of a chunk; with more, prompts would be shorter than the chunk alignment
 
 
@@ -247,7 +246,7 @@ def _page_table_dim(options: StageOptions) -> Dim:
 def _num_prompts(options: StageOptions) -> int:
     """Maximum number of prompts in a chunk.
 
-    A server on a CPU does not share chunks; verification there compares two.
+    A server on a CPU does not share chunks; the two prompts there are for verification.
     """
     return min(_MAX_PROMPTS if options.static_buckets else _MAX_PROMPTS_ON_CPU, options.max_batch)
 
@@ -269,11 +268,10 @@ class _Examples:
             values.update(place(tokens, dims["P"], dims["KV"] // PAGE_SIZE, generator))
         for tensor in (*spec.inputs, *spec.state):
             if tensor.name not in values:
-                shape = [size if isinstance(size, int) else dims[size] for size in tensor.shape]
-                values[tensor.name] = self._value(tensor.name, shape, generator)
+                values[tensor.name] = self._value(tensor.name, tensor.shape_at(dims), generator)
         return values
 
-    def _value(self, name: str, shape: list[int], generator: torch.Generator) -> Tensor:
+    def _value(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         config = self._config
         match name:
             case "input_ids":
@@ -326,7 +324,7 @@ class _Examples:
         return {"page_table": table.masked_fill(~is_owned, 0), "lengths": lengths}
 
 
-def _example_rules(shape: list[int], generator: torch.Generator) -> Tensor:
+def _example_rules(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Columns of `mingc.kernels.sample_tokens`: limited, penalized and greedy rows in turn, each with a ban."""
     rules = torch.tensor(
         [[1.0, 0.0, 0.9, 0.0, 1.0], [0.7, 40.0, 1.0, 0.0, 1.2], [0.0, 0.0, 1.0, 0.0, 1.3], [1.3, 50.0, 0.95, 0.02, 0.9]]

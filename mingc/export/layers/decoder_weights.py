@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mingc.export.layers.decoder import DecoderConfig
-from mingc.export.stage import Quantizable, Shard, WeightSource
+from mingc.export.stage import Quantizable, Shard, WeightSource, as_stored
+from mingc.export.weights.mapping import stored
 from mingc.export.weights.sharding import shard_tensor
 
 _ROOT = "model.model"
@@ -32,10 +33,10 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
     head_size = config.local_vocab(shard.world_size)
     half = config.rotary_dim // 2
     sources = [
-        _source("embed.word_embeddings", (embedding,), (vocab_shape,), _as_stored),
-        _source("embed.inv_freq", (), (), partial(_inverse_frequencies, config), torch.float32),
-        _source("embed.position_rows", (), (), partial(_position_rows, half), torch.int64),
-        _source("head.norm", (f"{_ROOT}.norm.weight",), ((hidden,),), _as_stored),
+        stored("embed.word_embeddings", embedding, *vocab_shape),
+        _source("embed.inv_freq", compute=partial(_inverse_frequencies, config), dtype=torch.float32),
+        _source("embed.position_rows", compute=partial(_position_rows, half), dtype=torch.int64),
+        stored("head.norm", f"{_ROOT}.norm.weight", hidden),
         _source(
             "head.lm_head",
             (head,),
@@ -57,9 +58,9 @@ def decoder_weights(config: DecoderConfig, shard: Shard, *, is_tied: bool) -> Se
 
 def _source(
     name: str,
-    tensors: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    compute: Callable[..., Tensor],
+    tensors: tuple[str, ...] = (),
+    shapes: tuple[tuple[int, ...], ...] = (),
+    compute: Callable[..., Tensor] = as_stored,
     dtype: torch.dtype | None = None,
     quantizable: Quantizable | None = None,
 ) -> WeightSource:
@@ -78,34 +79,26 @@ def _attention(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSo
     target, source = f"layers.{index}", f"{_ROOT}.layers.{index}"
     hidden, width = config.hidden_size, config.head_dim
     rows = (config.num_heads + 2 * config.num_kv_heads) * width
-    dense_shape = (hidden, config.num_heads * width)
-    plain = {
-        f"{target}.attention.norm": (f"{source}.input_layernorm.weight", hidden),
-        f"{target}.attention.q_norm": (f"{source}.attention.q_norm.weight", width),
-        f"{target}.attention.k_norm": (f"{source}.attention.k_norm.weight", width),
-        f"{target}.feed_forward.norm": (f"{source}.post_attention_layernorm.weight", hidden),
-    }
-    sources = [_source(name, (tensor,), ((size,),), _as_stored) for name, (tensor, size) in plain.items()]
-    qkv, dense = f"{source}.attention.query_key_value.weight", f"{source}.attention.dense.weight"
-    sources.append(
+    return [
+        stored(f"{target}.attention.norm", f"{source}.input_layernorm.weight", hidden),
+        stored(f"{target}.attention.q_norm", f"{source}.attention.q_norm.weight", width),
+        stored(f"{target}.attention.k_norm", f"{source}.attention.k_norm.weight", width),
+        stored(f"{target}.feed_forward.norm", f"{source}.post_attention_layernorm.weight", hidden),
         _source(
             f"{target}.attention.qkv",
-            (qkv,),
+            (f"{source}.attention.query_key_value.weight",),
             ((rows, hidden),),
             partial(_shard_qkv, config, shard),
             quantizable="linear",
-        )
-    )
-    sources.append(
+        ),
         _source(
             f"{target}.attention.dense",
-            (dense,),
-            (dense_shape,),
+            (f"{source}.attention.dense.weight",),
+            ((hidden, config.num_heads * width),),
             partial(_shard_dense, config, shard),
             quantizable="linear",
-        )
-    )
-    return sources
+        ),
+    ]
 
 
 def _swiglu(
@@ -165,10 +158,6 @@ def _moe(config: DecoderConfig, shard: Shard, index: int) -> list[WeightSource]:
         # Stored in the format of the routed experts, whose kernels compute it as one more expert.
         sources += _swiglu(config, shard, f"{target}.shared", f"{source}.shared_experts", width, "experts")
     return sources
-
-
-def _as_stored(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _stack(*tensors: Tensor) -> Tensor:

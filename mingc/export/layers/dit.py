@@ -204,8 +204,6 @@ def latent_transformer_weights(
             WeightSource(
                 name=target + name,
                 part=part,
-                tensors=(),
-                shapes=(),
                 compute=lambda name=name: getattr(torch, name)(_rope_angles(config)),
                 dtype=torch.float32,
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.export.stage import WeightSource
+from mingc.export.weights.mapping import stored
 
 _MAX_MAGNITUDE = 100.0
 _MIN_ENVELOPE = 1e-11  # the reference asserts a larger envelope for emitted samples
@@ -140,26 +141,22 @@ def istft_weights(
         "row_dft": row_dft,
     }
 
-    def stored(
-        name: str, tensor: str, shape: tuple[int, ...], compute: Callable[[Tensor], Tensor]
-    ) -> WeightSource:
+    def arranged(name: str, *shape: int) -> WeightSource:
         return WeightSource(
             name=target + name,
             part=part,
-            tensors=(tensor,),
+            tensors=(f"{head}.{name}",),
             shapes=(shape,),
-            compute=compute,
+            compute=arrange,
             dtype=torch.float32,
         )
 
     return [
-        stored("weight", f"{head}.weight", (2 * bins, hidden_size), arrange),
-        stored("bias", f"{head}.bias", (2 * bins,), arrange),
-        stored("window", window, (n_fft,), lambda value: value),
+        arranged("weight", 2 * bins, hidden_size),
+        arranged("bias", 2 * bins),
+        stored(target + "window", window, n_fft, part=part, dtype=torch.float32),
         *(
-            WeightSource(
-                name=target + name, part=part, tensors=(), shapes=(), compute=compute, dtype=torch.float32
-            )
+            WeightSource(name=target + name, part=part, compute=compute, dtype=torch.float32)
             for name, compute in tables.items()
         ),
     ]

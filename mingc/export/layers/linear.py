@@ -1,9 +1,14 @@
-"""Linear layer whose weight may be stored in FP8."""
+"""Parameters without values, and a linear layer whose weight may be stored in FP8."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+
+def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter without values and without a gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class Linear(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mingc.export.layers.linear import empty_weight
 from mingc.kernels.moe_experts import ExpertWeights, moe_experts, swiglu
 from mingc.kernels.moe_gemv import RouterWeights, has_moe_gemv, moe_gemv
 from mingc.kernels.rms_norm import rms_norm
@@ -25,8 +26,8 @@ class SwiGlu(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(hidden_size, intermediate_size), requires_grad=False)
+        self.gate_up = empty_weight(2 * intermediate_size, hidden_size)
+        self.down = empty_weight(hidden_size, intermediate_size)
         self.register_parameter("gate_up_scale", None)
         self.register_parameter("down_scale", None)
 
@@ -45,7 +46,7 @@ class DenseFeedForward(nn.Module):
     def __init__(self, hidden_size: int, intermediate_size: int, norm_eps: float) -> None:
         super().__init__()
         self.eps = norm_eps
-        self.norm = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.norm = empty_weight(hidden_size)
         self.mlp = SwiGlu(hidden_size, intermediate_size)
 
     def forward(self, residual_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,10 +69,8 @@ class Router(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(NUM_ROUTERS, num_experts, hidden_size), requires_grad=False)
-        self.bias = nn.Parameter(
-            torch.empty(NUM_ROUTERS, num_experts, dtype=torch.float32), requires_grad=False
-        )
+        self.weight = empty_weight(NUM_ROUTERS, num_experts, hidden_size)
+        self.bias = empty_weight(NUM_ROUTERS, num_experts, dtype=torch.float32)
         self.num_groups = num_groups
         self.num_kept_groups = num_kept_groups
         self.top_k = top_k
@@ -117,14 +116,10 @@ class MoeFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = norm_eps
-        self.norm = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.norm = empty_weight(hidden_size)
         self.router = router
-        self.gate_up = nn.Parameter(
-            torch.empty(num_experts, 2 * intermediate_size, hidden_size), requires_grad=False
-        )
-        self.down = nn.Parameter(
-            torch.empty(num_experts, hidden_size, intermediate_size), requires_grad=False
-        )
+        self.gate_up = empty_weight(num_experts, 2 * intermediate_size, hidden_size)
+        self.down = empty_weight(num_experts, hidden_size, intermediate_size)
         self.register_parameter("gate_up_scale", None)
         self.register_parameter("down_scale", None)
         self.shared = SwiGlu(hidden_size, shared_intermediate_size) if shared_intermediate_size else None

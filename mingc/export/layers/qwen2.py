@@ -169,7 +169,6 @@ def qwen2_weights(
             part=part,
             tensors=(source + tensor,),
             shapes=(shape,),
-            compute=lambda value: value,
             quantizable=matrix if len(shape) == 2 else None,
         )
 
@@ -213,8 +212,6 @@ def qwen2_weights(
         WeightSource(
             name=target + "inv_freq",
             part=part,
-            tensors=(),
-            shapes=(),
             compute=lambda: inverse_frequencies(config.rope_theta, size),
             dtype=torch.float32,
         )

@@ -170,8 +170,6 @@ def vae_decoder_weights(
         WeightSource(
             name=target + "blend",
             part=part,
-            tensors=(),
-            shapes=(),
             compute=lambda: blend_weights(config.frames_per_latent),
             dtype=torch.float32,
         ),

@@ -50,7 +50,7 @@ class VisionBlock(nn.Module):
     def forward(
         self, x_PW: Tensor, update_PW: Tensor | None, cos_PR: Tensor, sin_PR: Tensor, frames: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Shapes as in `VisionAttention`; `update_PW` is to be added to the residual stream `x_PW` first.
+        """Shapes as in `VisionAttention`; `update_PW` is first added to the residual stream `x_PW`.
 
         Returns the stream before the last update, and this update: the next norm adds it.
         """

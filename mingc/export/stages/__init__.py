@@ -26,17 +26,7 @@ def discover() -> dict[str, Stage]:
 
 def find(name: str) -> Stage:
     """The stage called `name`. Raises ConfigError listing the known ones."""
-    try:
-        stage = STAGES.load(name)
-    except KeyError:
-        known = ", ".join(STAGES.names())
-        raise ConfigError(f"unknown stage {name}", where="--stages", fix=f"choose from {known}") from None
-    if not isinstance(stage, Stage) or getattr(stage, "name", None) != name:
-        raise ConfigError(
-            f"{name} is not a stage of this name: {stage!r}",
-            where=STAGES.group,
-            fix="provide an instance of mingc.export.stage.Stage whose `name` is that of its file or entry point",
-        )
+    stage: Stage = STAGES.find(name, Stage, option="--stages")
     problem = _declaration_problem(stage)
     if problem is not None:
         raise ConfigError(f"stage {name}: {problem}", where=STAGES.group, fix="see mingc.export.stage.Stage")
@@ -59,8 +49,7 @@ def build_graph(stages: Iterable[Stage]) -> StageGraph:
     """
     chosen = {stage.name: stage for stage in stages}
     graph = _graph(chosen.values())
-    problems = [*graph.problems()]
-    if problems:
+    if problems := [*graph.problems()]:
         raise ConfigError(
             "\n".join(problems), where="stage graph", fix="name the stages to export in --stages"
         )

@@ -40,8 +40,8 @@ _HOP_SAMPLES = 160
 
 # 1, 2, 4, 8, 10, 15, 30, 60, 120 and 300 seconds at 25 tokens per second.
 _TOKEN_BUCKETS = (25, 50, 100, 200, 250, 375, 750, 1500, 3000, 7500)
-# Static engines for several clips, eleven beside the ten for one clip: four clips of up to 30 s, sixteen of up to 8 s.
-# A single clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so larger calls would only delay the first clip.
+# On CUDA ten engines take one clip and eleven take several: four clips of up to 30 s, or sixteen of up to 8 s. A single
+# clip of 15 s fills an H200 (benchmarks/NOTES-encoders.md), so larger calls would only delay the first clip.
 _STATIC_CLIPS = (1, 4, 16)
 _MAX_STATIC_TOKENS = 3200  # of all clips of a call together
 
@@ -113,7 +113,7 @@ class AudioBlock(nn.Module):
         self.fc2 = nn.Linear(_MLP_RATIO * config.width, config.width)
 
     def forward(self, x_NLW: Tensor, update_NLW: Tensor | None, clips: Segments) -> tuple[Tensor, Tensor]:
-        """Shapes as in `AudioAttention`; `update_NLW` is to be added to the residual stream `x_NLW` first.
+        """Shapes as in `AudioAttention`; `update_NLW` is first added to the residual stream `x_NLW`.
 
         Returns the stream before the last update, and this update: the next norm adds it.
         """
@@ -312,7 +312,7 @@ class AudioEncoderStage(Stage):
             return _example(config, dims["N"], dims["T4"], options.dtype, generator)
 
         longest = config.max_tokens
-        # With an engine for each size, one for several clips is compared with float32, beside that for a single one.
+        # With an engine for each size, the check runs one for several clips, and always the one for a single clip.
         several = spec.dim("N").buckets[1:2] if options.static_buckets else ()
         graph = GraphDef(
             spec=spec,

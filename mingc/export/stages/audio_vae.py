@@ -197,8 +197,8 @@ def _stream_graph(config: VaeDecoderConfig, options: StageOptions) -> GraphDef:
             "patch_index": torch.arange(batch) % 4,
         }
         for spec in state:
-            shape = tuple(size if isinstance(size, int) else dims[size] for size in spec.shape)
-            tensors[spec.name] = torch.randn(shape, generator=generator).to(torch_dtype(spec.dtype))
+            noise = torch.randn(spec.shape_at(dims), generator=generator)
+            tensors[spec.name] = noise.to(torch_dtype(spec.dtype))
         tensors["overlap"] *= 0.1
         return tensors
 

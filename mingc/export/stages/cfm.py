@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transfo
 from mingc.export.layers.flow_times import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+from mingc.export.weights.mapping import stored
 from mingc.kernels import dit_batch1
 
 _PART = "talker"
@@ -216,18 +218,19 @@ class CfmStage(Stage):
     def weights(self, config: CfmConfig, shard: Shard) -> Sequence[WeightSource]:
         hidden, width, steps = config.llm_hidden_size, config.dit.hidden_size, config.num_steps
         time = "cfm.model.t_embedder.time_mlp."
+        copy = partial(stored, part=_PART)
         return [
             *latent_transformer_weights(config.dit, part=_PART, source="cfm.model.", target="dit."),
             *latent_transformer_weights(
                 config.aggregator, part=_PART, source="aggregator.", target="aggregator."
             ),
-            _copy("condition.weight", "cfm.model.c_embedder.cond_embedder.weight", width, hidden),
-            _copy("condition.bias", "cfm.model.c_embedder.cond_embedder.bias", width),
-            _copy("aggregator_query", "aggregator.word_embedder.weight", 1, config.aggregator.hidden_size),
-            _copy("stop_head.weight", "stop_head.weight", 2, hidden),
-            _copy("stop_head.bias", "stop_head.bias", 2),
-            _copy("speaker_head.weight", "spk_head.weight", hidden, config.speaker_dim),
-            _copy("speaker_head.bias", "spk_head.bias", hidden),
+            copy("condition.weight", "cfm.model.c_embedder.cond_embedder.weight", width, hidden),
+            copy("condition.bias", "cfm.model.c_embedder.cond_embedder.bias", width),
+            copy("aggregator_query", "aggregator.word_embedder.weight", 1, config.aggregator.hidden_size),
+            copy("stop_head.weight", "stop_head.weight", 2, hidden),
+            copy("stop_head.bias", "stop_head.bias", 2),
+            copy("speaker_head.weight", "spk_head.weight", hidden, config.speaker_dim),
+            copy("speaker_head.bias", "spk_head.bias", hidden),
             WeightSource(
                 name="time_embeddings",
                 part=_PART,
@@ -239,8 +242,6 @@ class CfmStage(Stage):
             WeightSource(
                 name="step_sizes",
                 part=_PART,
-                tensors=(),
-                shapes=(),
                 compute=lambda: flow_times(steps).diff(),
                 dtype=torch.float32,
             ),
@@ -268,12 +269,6 @@ class CfmStage(Stage):
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
         reason = "RoPE tables are computed in float32"
         return (("cfm.model.rotary_embed.", reason), ("aggregator.rotary_embed.", reason))
-
-
-def _copy(name: str, tensor: str, *shape: int) -> WeightSource:
-    return WeightSource(
-        name=name, part=_PART, tensors=(tensor,), shapes=(shape,), compute=lambda value: value
-    )
 
 
 def _sample_graph(config: CfmConfig, options: StageOptions) -> GraphDef:
@@ -340,8 +335,7 @@ def _row_graph(
     )
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        shape = tuple(size if isinstance(size, int) else dims[size] for size in source.shape)
-        return {source.name: torch.randn(shape, generator=generator)}
+        return {source.name: torch.randn(source.shape_at(dims), generator=generator)}
 
     return GraphDef(
         spec=spec,

@@ -26,6 +26,7 @@ from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, TokenizerSource, WeightSource
+from mingc.export.weights.mapping import stored
 from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
 from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 
@@ -135,12 +136,12 @@ class TalkerStage(Stage):
 
     def weights(self, config: TalkerConfig, shard: Shard) -> Sequence[WeightSource]:
         return [
-            WeightSource(
-                name="word_embeddings",
+            stored(
+                "word_embeddings",
+                "model.embed_tokens.weight",
+                config.vocab_size,
+                config.llm.hidden_size,
                 part=_PART,
-                tensors=("model.embed_tokens.weight",),
-                shapes=((config.vocab_size, config.llm.hidden_size),),
-                compute=lambda value: value,
             ),
             *qwen2_weights(config.llm, part=_PART, source="model.", target="stack."),
         ]
@@ -183,9 +184,8 @@ def _state(config: TalkerConfig, options: StageOptions) -> tuple[TensorSpec, ...
 def _example_state(
     config: TalkerConfig, options: StageOptions, num_slots: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    shape = (num_slots, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
     return {
-        spec.name: torch.randn(shape, generator=generator).to(options.dtype)
+        spec.name: torch.randn(spec.shape_at({"S": num_slots}), generator=generator).to(options.dtype)
         for spec in _state(config, options)
     }
 

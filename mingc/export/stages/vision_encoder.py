@@ -232,8 +232,6 @@ class VisionEncoderStage(Stage):
             WeightSource(
                 name="inverse_frequency",
                 part="main",
-                tensors=(),
-                shapes=(),
                 compute=lambda: _inverse_frequency(config.num_frequencies),
                 dtype=torch.float32,
             ),

@@ -33,9 +33,9 @@ def synthetic_recipe(
 ) -> ExportRecipe:
     """The recipe for random weights with `engines` (stages, or graphs such as `cfm.sample`) at `batch_sizes`.
 
-    In bfloat16 on a GPU if there is one, else in float32 on the CPU. No engines means all stages except sharded ones,
-    whose weights may be larger than the disk; no batch sizes means the defaults. Raises: CheckpointError; ConfigError
-    when the export would not contain an engine, or what `compare` needs.
+    It exports in bfloat16 on a GPU if there is one, else in float32 on the CPU. No engines means all stages except
+    sharded ones, whose weights may be larger than the disk; no batch sizes means the defaults. Raises: CheckpointError;
+    ConfigError when the export would not contain an engine, or what `compare` needs.
     """
     checkpoint, has_gpu = open_synthetic(configs), torch.cuda.is_available()
     known = {name: stage for name, stage in discover().items() if stage.is_present(checkpoint)}

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mingc.artifacts.artifact import write_failure
-from mingc.artifacts.work_folder import work_folder
-from mingc.dtypes import SAFETENSORS_NAMES
+from mingc.artifacts.artifact import folder_beside, write_failure
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint, Part
 from mingc.export.stage import StageOptions
 from mingc.export.stages import discover
 from mingc.export.synthetic.checkpoint import open_synthetic
+from mingc.export.weights.loading import safetensors_header
 
 _CHECKOUT = Path(__file__).parents[3]
 BUILT_IN = {
@@ -30,13 +27,12 @@ BUILT_IN = {
     "tiny": _CHECKOUT / "tests" / "data" / "tiny-ming",
 }
 _SHARD_BYTES = 4 << 30
-_ALIGNMENT = 64
 _WEIGHTS = (".safetensors", ".index.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SynthReport:
-    """Result. `largest_shard_bytes` is the reference for the memory of an export."""
+    """The written checkpoint. An export should need little more memory than `largest_shard_bytes`."""
 
     folder: Path
     files: int
@@ -61,7 +57,7 @@ def synthesize(
     Args:
         config: `released`, `tiny` (both in a checkout only), or a folder of configs in the released layout, or its
             config.json.
-        layers: of the thinker; None leaves the config's number.
+        layers: layers of the thinker; None keeps the config's number.
         seed: equal seeds give equal files.
 
     Raises: ConfigError, CheckpointError.
@@ -74,15 +70,7 @@ def synthesize(
     if layers is not None and layers < 1:
         raise ConfigError(f"--layers {layers}: must be at least 1", where="mingc synth", fix="leave it out")
     try:
-        with ExitStack() as stack:
-            try:
-                work = stack.enter_context(work_folder(output.absolute().parent, f".{output.name}."))
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot create a folder next to {output}: {error.strerror}",
-                    where="OUTPUT",
-                    fix="pass another folder",
-                ) from error
+        with folder_beside(output, option="OUTPUT") as work:
             shutil.copytree(
                 source,
                 work,
@@ -124,7 +112,7 @@ def synthesize(
 
 
 def _write_tokenizers(checkpoint: Checkpoint, folder: Path, log: Callable[[str], None]) -> None:
-    """Byte tokenizers of the stages whose tokenizer is not among the configs."""
+    """Write a byte tokenizer for each stage whose tokenizer is not among the configs."""
     for stage in discover().values():
         if stage.tokenizer is None or not stage.tokenizer.byte_fallback or not stage.is_present(checkpoint):
             continue
@@ -153,7 +141,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     """Raises: CheckpointError unless it is JSON with an `llm_config`."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # or the bytes are not UTF-8
         raise CheckpointError(
             f"the config is not readable: {error}", where=str(file), fix="copy the config again"
         ) from error
@@ -169,7 +157,7 @@ def _set_layers(file: Path, layers: int) -> None:
 
 
 def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> list[int]:
-    """Write the shards of one part, and their index when there are several; the bytes of each."""
+    """Write the shards of one part, and an index when there are several. Returns the bytes of each shard."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, entry in part.tensors.items():
@@ -193,21 +181,8 @@ def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> l
 
 
 def _write_shard(part: Part, names: Sequence[str], dtype: torch.dtype, path: Path) -> int:
-    header: dict[str, Mapping[str, object]] = {}
-    offset = 0
-    for name in names:
-        shape = part.tensors[name].shape
-        end = offset + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
     with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(encoded)) + encoded)
+        stream.write(safetensors_header({name: (dtype, part.tensors[name].shape) for name in names}))
         for name in names:
             stream.write(part.read(name).to(dtype).view(-1).view(torch.uint8).numpy().data)
     return path.stat().st_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class Replay(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphResult:
-    """A built and checked graph and the most memory the process that checked it held."""
+    """A built and checked graph, and the peak memory of the process that checked it."""
 
     stage: str
     record: GraphRecord
@@ -204,22 +204,13 @@ def _single_engine(engines: Sequence[EngineRecord]) -> EngineRecord | None:
     return next((each for each in engines if 1 in (each.dims or {}).values()), None)
 
 
-def _float32(options: StageOptions) -> StageOptions:
-    return StageOptions(
-        dtype=torch.float32,
-        device="cpu",
-        batch_sizes=options.batch_sizes,
-        max_model_len=options.max_model_len,
-        prefill_chunk_size=options.prefill_chunk_size,
-    )
-
-
 def _float32_plan(stage: Stage, config: Any, shard: Shard, options: StageOptions, plan: GraphDef) -> GraphDef:
     """`plan` in float32 on the CPU.
 
     `plan` itself if only CUDA exports have this graph, which computes in float32 there too.
     """
-    for each in stage.graphs(config, shard, _float32(options)):
+    float32 = replace(options, dtype=torch.float32, device="cpu", static_buckets=False)
+    for each in stage.graphs(config, shard, float32):
         if each.spec.name == plan.spec.name:
             return each
     return plan

@@ -18,7 +18,7 @@ from mingc.kernels.triton.moe_config import use_tuned_configs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltEngine:
-    """A compiled engine and the most memory its process held."""
+    """A compiled engine, and the peak memory of its process."""
 
     record: EngineRecord
     peak_rss_bytes: int

@@ -1,4 +1,4 @@
-"""Backends that cannot build a graph, found before anything is built."""
+"""Find backends that cannot build a graph, before anything is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mingc.export.weights.loading import stored_meta_module
 def early_refusals(
     recipe: ExportRecipe, stage: Stage, config: Any, plans: Sequence[GraphDef]
 ) -> dict[str, dict[str, str]]:
-    """Reasons of backends that cannot build a graph of `stage`, by graph (`STAGE.GRAPH`) and backend.
+    """Why backends cannot build graphs of `stage`, by graph (`STAGE.GRAPH`) and backend.
 
     Raises: CompileError when a refused backend was requested by name, or every backend refuses.
     """

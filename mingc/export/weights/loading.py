@@ -1,4 +1,4 @@
-"""Writes a stage's weights file tensor by tensor, and fills a module from it by memory map.
+"""Write a stage's weights file tensor by tensor, and fill a module from it by memory map.
 
 The safetensors format is written here because the library's writer needs every tensor in memory at once; a rank
 of the released thinker has 50 GB. Format: 8-byte little-endian header length, JSON header, raw tensors.
@@ -7,6 +7,7 @@ of the released thinker has 50 GB. Format: 8-byte little-endian header length, J
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -80,21 +81,9 @@ def write_weights(
     sources = [source for source in sources if not any(_is_within(source.name, each) for each in omitted)]
     names = [name for source in sources for name in stored_names(source, quantization)]
     dtypes = _stored_dtypes(expected, sources, quantization, dtype)
-    header: dict[str, object] = {}
-    offset = 0
-    for name in names:
-        size = expected[name].numel() * dtypes[name].itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[dtypes[name]],
-            "shape": list(expected[name].shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    header = safetensors_header({name: (dtypes[name], expected[name].shape) for name in names})
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)))
-        file.write(encoded)
+        file.write(header)
         for source in sources:
             value = _compute(checkpoint, source, stage.name)
             tensors = stored_tensors(source, value, quantization, dtypes[source.name], device)
@@ -107,7 +96,24 @@ def write_weights(
                         where=stage.name,
                     )
                 file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return offset
+        return file.tell() - len(header)
+
+
+def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
+    """The bytes before the tensors, which follow in this order; `tensors` maps names to dtypes and shapes."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def meta_module(
@@ -199,7 +205,7 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
 
 
 def _is_routed(source: WeightSource, value: torch.Tensor) -> bool:
-    """Whether a weight is one of the routed experts (E, …), whose torch reference converts what it uses."""
+    """Whether a weight holds routed experts (E, …): their torch reference converts only the experts that it uses."""
     return source.quantizable == "experts" and value.dim() == 3
 
 

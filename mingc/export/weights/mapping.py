@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from mingc.export.stage import WeightSource
 
@@ -12,9 +11,7 @@ def stored(
     name: str, tensor: str, *shape: int, part: str = "main", dtype: torch.dtype | None = None
 ) -> WeightSource:
     """Weight `name` from `tensor` of `shape` in the checkpoint's `part`, unchanged."""
-    return WeightSource(
-        name=name, part=part, tensors=(tensor,), shapes=(shape,), compute=_identity, dtype=dtype
-    )
+    return WeightSource(name=name, part=part, tensors=(tensor,), shapes=(shape,), dtype=dtype)
 
 
 def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSource]:
@@ -28,7 +25,3 @@ def linear(name: str, tensor: str, outputs: int, inputs: int) -> list[WeightSour
 def layer_norm(name: str, tensor: str, width: int) -> list[WeightSource]:
     """Weight and bias (width,) of a layer norm."""
     return [stored(f"{name}.{kind}", f"{tensor}.{kind}", width) for kind in ("weight", "bias")]
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

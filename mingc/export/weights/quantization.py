@@ -22,7 +22,7 @@ _QUANTIZERS = {FP8: quantize_fp8, INT4: quantize_int4}
 
 
 def stored_names(source: WeightSource, quantization: Quantization | None) -> tuple[str, ...]:
-    """Names of the stored tensors of a weight: its own, and that of its scale when it is quantized."""
+    """Names of a weight's stored tensors: the weight, and its scale when it is quantized."""
     is_quantized = _format(source, quantization) is not None
     return (source.name, source.name + _SUFFIX) if is_quantized else (source.name,)
 
@@ -36,8 +36,8 @@ def stored_tensors(
 ) -> dict[str, Tensor]:
     """Tensors to store for a weight, by name: `value` in `dtype`, or the quantized weight and its scale.
 
-    Quantization runs on `device`, or on that of `value` when it is None: INT4 takes two CPU cores more than a minute
-    per gigabyte. The results are on the device of `value`.
+    Quantization runs on `device`, or on the device of `value` when it is None: INT4 takes two CPU cores more than a
+    minute per gigabyte. The results are on the device of `value`.
     """
     stored = _format(source, quantization)
     if stored is None:

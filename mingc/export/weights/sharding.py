@@ -1,6 +1,6 @@
 """Tensor-parallel sharding of weights.
 
-Shards that are not full are padded with zeros, which do not change a GEMM: every rank then has the same shapes and one
+Shards that are not full are padded with zeros, which do not change a GEMM. Every rank then has the same shapes, and one
 engine serves all ranks.
 """
 

@@ -198,7 +198,7 @@ class _Kernels:
 
 
 def _map_of_outputs(weight: Tensor, block_n: int) -> bytes:
-    """Tensor map that loads `block_n` outputs, of every 16 the even ones first: a thread then has two adjacent ones."""
+    """Tensor map that loads `block_n` outputs, the even ones of every 16 first: a thread then has two adjacent ones."""
     outputs, depth = weight.shape
     strides = [2 * depth * step for step in (2, 1, 16)]
     return tensor_map(weight, (depth, 8, 2, outputs // 16), strides, (_SLICE, 8, 2, block_n // 16))

@@ -1,7 +1,7 @@
 """Triton kernel of `mingc.kernels.gemv`: a memory-bound GEMV that can include residual sum and norm.
 
-A program loads its weight rows first and computes the input row meanwhile: residual sum and norm. Repeating that in
-every program costs less than a separate kernel, and nothing where loading the weights takes longer.
+A program starts to load its weight rows and computes the input row, residual sum and norm, while they arrive. Repeating
+this in every program costs less than a separate kernel, and nothing where loading the weights takes longer.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def mingc_moe_up(
 ):  # fmt: skip
     """silu(gate) * up of every pair: x (T, D) → hidden (R, F).
 
-    INT4: the even columns of `x` come before its odd ones, and those of `hidden` do; D and BLOCK_K count bytes.
+    INT4: even columns come before odd ones in `x` and in `hidden`; D and BLOCK_K count bytes.
     """
     tile = tl.program_id(0)
     # The shared expert has the most tokens; it starts first so that it does not finish last.

@@ -1,7 +1,7 @@
 """Triton kernels of `mingc.kernels.moe_gemv`: the mixture-of-experts half of a layer for one token, in three kernels.
 
 The first computes residual sum, norm and router logits. Top-k is so little work that every program of the experts'
-first GEMV repeats it up to its own expert, instead of a separate kernel. The second GEMV is the one of `moe_decode`.
+first GEMV repeats it up to its own expert, instead of a separate kernel. The second GEMV is in `moe_decode`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _has_limit(temperature, top_k, top_p, highest):
 
 @triton.jit
 def _span(temperature, highest, lowest):
-    """Distance from the highest logit that the histogram covers: that of all tokens with a weight."""
+    """Distance below the highest logit that the histogram covers: every token with a weight lies within it."""
     return tl.maximum(tl.minimum(_RANGE * temperature, highest - lowest), _MIN_SPAN)
 
 
@@ -110,7 +110,7 @@ def _crossings(count, mass, top_k, top_p, BINS: tl.constexpr):
 @triton.jit
 def _candidates(values, start, n, highest, span, temperature, first, last,
                 BY_MASS: tl.constexpr, BINS: tl.constexpr, LIST: tl.constexpr):  # fmt: skip
-    """Keys of LIST candidates from `start`, their masses, and what each counts for: 0 if its bin is another one."""
+    """Keys of LIST candidates from `start`, their masses, and what each counts; a candidate of another bin counts 0."""
     place = start + tl.arange(0, LIST)
     x = tl.load(values + place, mask=place < n, other=0.0)
     x = tl.where(place < n, x, highest)
@@ -174,7 +174,7 @@ def mingc_sample_prepare(
     logits, sampling, seen, prepared, chunk_max, chunk_min, chunk_first, counts, masses, num_candidates, V, C,
     COLUMNS: tl.constexpr, RULES: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ZEROED: tl.constexpr,
 ):  # fmt: skip
-    """Logits after penalty and bans; of each chunk the highest one, its first token, and the lowest finite one.
+    """Logits after penalty and bans; for each chunk the highest logit, its first token, and the lowest finite logit.
 
     Clears the histogram as well.
     """
@@ -209,7 +209,7 @@ def mingc_sample_histogram(
     sampling, prepared, chunk_max, chunk_min, counts, masses, V, C,
     COLUMNS: tl.constexpr, C_PADDED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Count and mass of the tokens in each bin, of rows with top_k or top_p."""
+    """Count and mass of the tokens in each bin, for rows with top_k or top_p."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(sampling + row * COLUMNS)
     top_k = tl.load(sampling + row * COLUMNS + 1)
@@ -306,7 +306,7 @@ def mingc_sample_weigh(
     sampling, prepared, chunk_max, thresholds, chunk_mass, chunk_tied, V, C,
     COLUMNS: tl.constexpr, C_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk the mass of kept tokens above the threshold, and the number of tokens at it."""
+    """For each chunk, the mass of kept tokens above the threshold and the number of tokens at it."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(sampling + row * COLUMNS)
     top_k = tl.load(sampling + row * COLUMNS + 1)

@@ -178,7 +178,7 @@ def _config(queries: int, *, has_rest: bool) -> _Config:
     Measured on an H100 and an H200 (benchmarks/NOTES-encoders.md).
 
     Args:
-        has_rest: heads are split into two parts (MAIN and REST), as those of the vision encoder are.
+        has_rest: heads are split into two parts (MAIN and REST), as in the vision encoder.
     """
     if queries <= 256:
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)

@@ -51,9 +51,7 @@ class VisionEncoder:
         self._graph = stage["encode"]
         self._parameters = parameters
         sizes = [size for size in self._graph.spec.dim("M").buckets if size <= _CAPTURED_VISION_TOKENS]
-        self._dtype = torch_dtype(
-            next(each for each in self._graph.spec.inputs if each.name == "pixels").dtype
-        )
+        self._dtype = torch_dtype(self._graph.spec.input("pixels").dtype)
         examples = map(self._example, sorted(sizes, reverse=True))
         self._call = EncoderGraph(self._graph, device, examples, self._normalised)
 
@@ -179,7 +177,7 @@ class AudioEncoder:
     def __init__(self, stage: LoadedStage, parameters: AudioParameters, device: torch.device) -> None:
         self._graph = stage["encode"]
         self._parameters = parameters
-        self._dtype = torch_dtype(next(each for each in self._graph.spec.inputs if each.name == "mel").dtype)
+        self._dtype = torch_dtype(self._graph.spec.input("mel").dtype)
         self.max_batch_tokens = _SHARED_AUDIO_TOKENS_CUDA if device.type == "cuda" else _SHARED_AUDIO_TOKENS
         # (clips, tokens of the longest) of every call that there is an engine for.
         self._sizes = [(size["N"], size["T4"]) for size in self._graph.sizes]

@@ -81,11 +81,7 @@ class LoadedStage:
         """
         try:
             return {
-                name: torch.zeros(
-                    [size if isinstance(size, int) else dims[size] for size in tensor.shape],
-                    dtype=torch_dtype(tensor.dtype),
-                    device=device,
-                )
+                name: torch.zeros(tensor.shape_at(dims), dtype=torch_dtype(tensor.dtype), device=device)
                 for name, tensor in self.state_specs().items()
             }
         except RuntimeError as error:

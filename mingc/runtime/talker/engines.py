@@ -61,8 +61,8 @@ class TalkerEngines:
         self._sample, self._stream = cfm["sample"], audio_vae["stream"]
         self._talker_state, self._rows = _allocate_rows(talker, num_slots, device)
         self._vae_state = audio_vae.allocate_state({"S": num_slots}, device)
-        hidden = next(each for each in self._sample.spec.inputs if each.name == "hidden")
-        embeds = next(each for each in self._prefill.spec.inputs if each.name == "embeds")
+        hidden = self._sample.spec.input("hidden")
+        embeds = self._prefill.spec.input("embeds")
         self.embed_dtype = torch_dtype(embeds.dtype)
         self._hidden = torch.zeros(num_slots, hidden_size, dtype=torch_dtype(hidden.dtype), device=device)
         self._history = torch.zeros(num_slots, flow.history_latents, flow.latent_dim, device=device)

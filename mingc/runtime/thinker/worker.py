@@ -114,7 +114,7 @@ class ThinkerWorker:
         if two_batch_overlap is None:
             context = self.page_size * max(self._prefill.spec.dim("P").buckets)
             two_batch_overlap = device.type == "cuda" and num_ranks() > 1 and 2 * self.max_chunk <= context
-        tables = next(each for each in self._prefill.spec.inputs if each.name == "page_table")
+        tables = self._prefill.spec.input("page_table")
         self._table_rows = int(tables.shape[0])
         max_prompts = options.max_prompts or (self._table_rows if self.samples_on_device else 1)
         self.chunk = ChunkShape(
@@ -125,7 +125,7 @@ class ThinkerWorker:
             two_batch_rows=2 * self.max_chunk if two_batch_overlap else 0,
         )
         self.two_batch_sizes = tuple(self.max_chunk + size for size in self.chunks if two_batch_overlap)
-        embeds = next(each for each in stage["embed"].spec.inputs if each.name == "embeds")
+        embeds = stage["embed"].spec.input("embeds")
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mingc.errors import ConfigError
 from mingc.export.compile.backend import Backend
 from mingc.plugins import ExtensionPoint
 
@@ -13,16 +12,5 @@ BACKENDS = ExtensionPoint(
 
 def find_backend(name: str) -> Backend:
     """The backend called `name`. Raises ConfigError listing the known ones."""
-    try:
-        backend = BACKENDS.load(name)
-    except KeyError:
-        known = ", ".join(BACKENDS.names())
-        raise ConfigError(f"unknown backend {name}", where="--backend", fix=f"choose from {known}") from None
-    if not isinstance(backend, Backend) or getattr(backend, "name", None) != name:
-        raise ConfigError(
-            f"{name} is not a backend of this name: {backend!r}",
-            where=BACKENDS.group,
-            fix="provide an instance of mingc.export.compile.backend.Backend whose `name` is that of its file or entry "
-            "point",
-        )
+    backend: Backend = BACKENDS.find(name, Backend, option="--backend")
     return backend

@@ -118,7 +118,7 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
             [os.environ.get("CXX", "g++"), "--version"], capture_output=True, text=True
         ).stdout
     except OSError as error:
-        compiler = str(error)  # none is there: compiling says so
+        compiler = str(error)  # there is no compiler; compiling reports it
     # Stack traces name files and lines of this checkout: they change without changing the code.
     graph = re.sub(r"#.*", "", str(program))
     for part in (
@@ -140,7 +140,7 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
 
 
 def _refuse_static_libstdcxx(path: Path, where: str) -> None:
-    """An engine that carries its own libstdc++ crashes the process that loads it: refuse it here."""
+    """Refuse an engine that contains a libstdc++: loading it would crash the process."""
     with zipfile.ZipFile(path) as package:
         for name in package.namelist():
             if name.endswith(".so") and b"libstdc++.so.6" not in package.read(name):

@@ -60,7 +60,7 @@ class OnnxBackend(Backend):
         aoti = "leave out --quantize, or compile this stage with AOTInductor: --backend aoti:STAGE"
         refuse_quantized(module, where, aoti)
         largest = max((each.nbytes for each in (*module.parameters(), *module.buffers())), default=0)
-        # A row takes each part of a weight at most once; most graphs need not be traced to see that theirs fit.
+        # One row gathers each part of a weight at most once; this bound shows without a trace that most graphs fit.
         if largest * max((dim.maximum for dim in plan.spec.dims), default=1) > MAX_GATHERED_BYTES:
             refuse_large_gathers(program(), where)
 

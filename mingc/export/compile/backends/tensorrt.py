@@ -74,7 +74,7 @@ class TensorRtBackend(Backend):
         *,
         where: str,
     ) -> None:
-        # A build takes from seconds to minutes, and others of the export would come before it: every graph is traced.
+        # A build takes seconds to minutes and may come late in an export, so every graph is traced here first.
         from mingc.export.compile.onnx_program import refuse_quantized
         from mingc.export.compile.tensorrt_program import FIX, refuse_graph
 
