@@ -55,7 +55,7 @@ class DecoderPool:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         num_prepared: int = 1,
     ) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._num_prepared = num_prepared
         self._idle: list[_Decoder] = []
@@ -70,10 +70,6 @@ class DecoderPool:
             timeout_s=options.media_decode_timeout_s,
             num_prepared=num_prepared,
         )
-
-    @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
 
     def start(self) -> None:
         """Have a process ready for the next medium."""
@@ -90,7 +86,7 @@ class DecoderPool:
             features, is_reusable = decoder.run(task, data)
         except (OSError, EOFError) as error:
             self._replace(decoder, has_failed=True)
-            raise self._explain(decoder.exit_code, task) from error
+            raise self._explain(decoder.process.returncode, task) from error
         except BaseException:
             self._replace(decoder)
             raise
@@ -118,7 +114,7 @@ class DecoderPool:
     def pids(self) -> list[int]:
         """Ids of the running processes."""
         with self._lock:
-            return [decoder.pid for decoder in self._all]
+            return [decoder.process.pid for decoder in self._all]
 
     def _take(self) -> _Decoder:
         with self._lock:
@@ -127,7 +123,7 @@ class DecoderPool:
             found = None
             while self._idle and found is None:
                 decoder = self._idle.pop()
-                if decoder.is_alive:
+                if decoder.process.poll() is None:
                     found = decoder
                 else:
                     decoder.end(has_failed=True)
@@ -137,7 +133,7 @@ class DecoderPool:
             return found
 
     def _new(self) -> _Decoder:
-        decoder = _Decoder(self._max_bytes, self._timeout_s)
+        decoder = _Decoder(self.max_bytes, self._timeout_s)
         self._all.add(decoder)
         return decoder
 
@@ -181,7 +177,7 @@ class _Decoder:
         with theirs, contextlib.ExitStack() as ours:
             ours.enter_context(self._socket)  # closed if the process cannot be started
             config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
@@ -195,18 +191,6 @@ class _Decoder:
                 env={**os.environ, **_ENVIRONMENT},
             )
             ours.pop_all()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[Features | Exception, bool]:
         """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
@@ -223,12 +207,12 @@ class _Decoder:
 
     def kill(self) -> None:
         """End the process. The thread that waits for its reply gets an EOFError."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def end(self, *, has_failed: bool) -> None:
         """End the process and close its socket. After a failure it ends itself; its exit code is the reason."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S if has_failed else 0)
+            self.process.wait(_EXIT_S if has_failed else 0)
         self.kill()
         self._socket.close()
