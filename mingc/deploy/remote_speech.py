@@ -75,17 +75,13 @@ class RemoteSpeechService:
     def update(self, info: SpeechInfo) -> None:
         """Use these capabilities of the speech deployment for requests that begin later."""
         self._max_segment_length = info.max_segment_length
-        self._info = replace(
+        self.info = replace(
             self._text.info,
             sample_rate=info.service.sample_rate,
             voices=info.service.voices,
             default_voice=info.service.default_voice,
             has_speech=True,
         )
-
-    @property
-    def info(self) -> ServiceInfo:
-        return self._info
 
     @property
     def is_ready(self) -> bool:
@@ -159,7 +155,7 @@ class RemoteSpeechService:
         usage = replace(
             end.usage,
             audio_patches=segments.num_patches,
-            audio_seconds=segments.num_samples / self._info.sample_rate,
+            audio_seconds=segments.num_samples / self.info.sample_rate,
         )
         yield replace(end, usage=usage)
 

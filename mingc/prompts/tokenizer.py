@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mingc.errors import IntegrityError
+from mingc.artifacts.artifact import Artifact
+from mingc.errors import ArtifactError, IntegrityError
 from mingc.prompts.text_cuts import blocks, find_cut_pattern
 
 _REPLACEMENT = "\ufffd"
@@ -84,9 +85,17 @@ class TextTokenizer:
             raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
         return int(found)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new detokenizer for one answer."""
-        return Detokenizer(self)
+
+def load_tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
+    """The tokenizer of `stage`. Raises: ArtifactError when the artifact has none."""
+    file = artifact.manifest.tokenizers.get(stage)
+    if file is None:
+        raise ArtifactError(
+            f"the artifact has no tokenizer of the {stage}",
+            where="manifest.json",
+            fix="export again from a checkpoint with tokenizers; mingc probe needs none",
+        )
+    return TextTokenizer.from_file(artifact.path(file))
 
 
 class CachedEncoder:

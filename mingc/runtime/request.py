@@ -146,6 +146,23 @@ class Done:
 Event = TextDelta | AudioDelta | TextDone | Done
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorder:
+    """Values of one request that no client gets; verification passes a recorder with its request.
+
+    The engine threads add each value before the event of its token or patch.
+
+    Attributes:
+        logits: (V,) float32 that each token of the answer was sampled from.
+        latents: (p, latent) float32 that each patch was decoded from.
+        stop_probabilities: what the stop rule compared with its threshold, for each patch.
+    """
+
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    latents: list[NDArray[np.float32]] = field(default_factory=list)
+    stop_probabilities: list[float] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
     """Name, abilities and limits of the served artifact. Clients may also call it by one of the `aliases`."""

@@ -72,21 +72,20 @@ class EventQueue:
 
 
 class RequestStream:
-    """Items of one request: read on the event loop of `event_queue`, written on any thread."""
+    """Items of one request: read on the event loop of `event_queue`, written on any thread.
+
+    Attributes:
+        is_closed: whether the request has ended; its items are dropped.
+    """
 
     def __init__(self, event_queue: EventQueue) -> None:
         self._event_queue = event_queue
         self._items: deque[Item] = deque()
         self._filled = asyncio.Event()
-        self._is_closed = False
+        self.is_closed = False
         # Each counter has one writing thread, so the difference needs no lock.
         self._patches_put = 0
         self._patches_taken = 0
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the request has ended; its items are dropped."""
-        return self._is_closed
 
     @property
     def num_pending_patches(self) -> int:
@@ -95,14 +94,14 @@ class RequestStream:
 
     def put(self, item: Item) -> None:
         """Pass an item on; it is dropped when the request has ended or the event loop is closed."""
-        if self._is_closed:
+        if self.is_closed:
             return
         if isinstance(item, AudioDelta):
             self._patches_put += 1
         try:
             self._event_queue.put(self, item)
         except RuntimeError:  # the event loop is closed: there is no reader
-            self._is_closed = True
+            self.is_closed = True
 
     async def get(self, timeout_s: float | None = None) -> Item | None:
         """The next item; None after `timeout_s` without one."""
@@ -120,11 +119,11 @@ class RequestStream:
 
     def close(self) -> None:
         """Drop queued and future items."""
-        self._is_closed = True
+        self.is_closed = True
         self._items.clear()
 
     def accept(self, item: Item) -> None:
         """Queue an item for `get`; called by `EventQueue` on the event loop."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._items.append(item)
             self._filled.set()

@@ -81,9 +81,6 @@ class Encoder:
     def padded_tokens(self, features: Sequence[object]) -> int:
         return len(features)
 
-    def num_bytes(self, features: object) -> int:
-        return 1
-
     def encode(self, features: Sequence[VisionFeatures]) -> list[torch.Tensor]:
         return [torch.zeros(each.num_tokens(vision_parameters().merge_size), HIDDEN) for each in features]
 

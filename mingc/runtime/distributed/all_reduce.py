@@ -48,22 +48,13 @@ Algorithms = Mapping[AlgorithmName, AllReduceAlgorithm]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceTiming:
-    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph on the slowest rank; None if not measured."""
+    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph on the slowest rank, by measured algorithm.
+
+    The collective is the first of `us` and so wins ties.
+    """
 
     num_bytes: int
-    collective_us: float
-    one_shot_us: float | None = None
-    two_shot_us: float | None = None
-
-    @property
-    def us(self) -> dict[AlgorithmName, float]:
-        """Measured times by algorithm; the collective is first and so wins ties."""
-        all_us: tuple[tuple[AlgorithmName, float | None], ...] = (
-            ("collective", self.collective_us),
-            ("one-shot", self.one_shot_us),
-            ("two-shot", self.two_shot_us),
-        )
-        return {name: us for name, us in all_us if us is not None}
+    us: Mapping[AlgorithmName, float]
 
     @property
     def fastest(self) -> AlgorithmName:
@@ -263,14 +254,7 @@ def _measure(
         slowest = torch.tensor(measured, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         us = dict(zip(tried, (round(each, 2) for each in slowest.tolist()), strict=True))
-        timings.append(
-            AllReduceTiming(
-                num_bytes=x.nbytes,
-                collective_us=us["collective"],
-                one_shot_us=us.get("one-shot"),
-                two_shot_us=us.get("two-shot"),
-            )
-        )
+        timings.append(AllReduceTiming(num_bytes=x.nbytes, us=us))
     return timings
 
 

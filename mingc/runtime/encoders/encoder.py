@@ -61,9 +61,6 @@ class VisionEncoder:
         """Merged tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
         return _bucket(self._graph, "M", sum(map(self._num_tokens, features)))
 
-    def num_bytes(self, features: VisionFeatures) -> int:
-        return features.patches.nbytes
-
     def _num_tokens(self, feature: VisionFeatures) -> int:
         return feature.num_tokens(self._parameters.merge_size)
 
@@ -192,9 +189,6 @@ class AudioEncoder:
     def padded_tokens(self, features: Sequence[AudioFeatures]) -> int:
         """Tokens that one call for all of these computes. Raises: RequestError when no engine holds them."""
         return math.prod(self._size(features))
-
-    def num_bytes(self, features: AudioFeatures) -> int:
-        return features.mel.nbytes
 
     @torch.inference_mode()
     def encode(self, features: Sequence[AudioFeatures]) -> list[Tensor]:

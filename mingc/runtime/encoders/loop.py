@@ -25,8 +25,16 @@ _MAX_WAITING_BYTES = 64 << 20  # features of about two of the largest images; pr
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 _BLOCK_VALUES = 1 << 16
 
-_Features = TypeVar("_Features")
-_FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
+
+class HostFeatures(Protocol):
+    """Decoded media in host memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+_Features = TypeVar("_Features", bound=HostFeatures)
+_FeaturesIn = TypeVar("_FeaturesIn", contravariant=True, bound=HostFeatures)
 
 
 class Encoder(Protocol[_FeaturesIn]):
@@ -43,10 +51,6 @@ class Encoder(Protocol[_FeaturesIn]):
 
         Raises: RequestError when no call can hold them.
         """
-        ...
-
-    def num_bytes(self, features: _FeaturesIn) -> int:
-        """Host memory of these features."""
         ...
 
     def encode(self, features: Sequence[_FeaturesIn]) -> list[Tensor]:
@@ -113,7 +117,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
     @property
     def _can_add(self) -> bool:
         is_ending = self._failure is not None or self._is_stopping
-        waiting = sum(self._encoder.num_bytes(job.features) for job in self._waiting)
+        waiting = sum(job.features.num_bytes for job in self._waiting)
         return is_ending or waiting < _MAX_WAITING_BYTES
 
     def _add(self, features: _Features, digest: bytes) -> Future[Tensor]:

@@ -79,10 +79,6 @@ class Graph:
         names = [dim.name for dim in self._bucketed]
         return [dict(zip(names, key, strict=True)) for key in self.engines if key is not None]
 
-    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
-        """The same engines as another layer instance."""
-        return Graph(self.spec, self.engines, weights)
-
     def bucket(self, dim: str, size: int) -> int:
         """The padded size for `size`: the smallest bucket that holds it.
 

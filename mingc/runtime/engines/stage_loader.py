@@ -60,9 +60,10 @@ class LoadedStage:
 
     def layer_instances(self, graph: str) -> dict[str, Graph]:
         """The graph with the weights of each of its instances, in order."""
+        first = self[graph]
         return {
-            instance: self[graph].with_weights(_within(self.weights, instance))
-            for instance in self[graph].spec.layer_instances
+            instance: Graph(first.spec, first.engines, _within(self.weights, instance))
+            for instance in first.spec.layer_instances
         }
 
     def state_specs(self) -> dict[str, TensorSpec]:

@@ -15,10 +15,9 @@ from mingc.host.machine import current_host, gpu_target
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.build_context import BuildContext, free_bytes
 from mingc.runtime.service.chat_builder import build_chat
 from mingc.runtime.service.devices import host_threads, rank_devices, start_device, talker_devices
-from mingc.runtime.service.memory import free_bytes
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import ChatPipeline
@@ -161,5 +160,5 @@ def _info(
         has_speech=speech is not None,
         max_model_len=pipeline.loop.scheduler.max_context if pipeline is not None else None,
         max_total_tokens=pipeline.loop.scheduler.pool.max_tokens if pipeline is not None else None,
-        all_reduce=ranks.all_reduce_plan.reason if ranks is not None else None,
+        all_reduce=ranks.worker.all_reduce.plan.reason if ranks is not None else None,
     )

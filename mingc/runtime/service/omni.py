@@ -19,12 +19,13 @@ from typing import TypeVar
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
-from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     ChatRequest,
     Event,
     MemoryUse,
+    Recorder,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
@@ -75,7 +76,7 @@ class OmniService:
         max_pending_patches: int = 128,
         memory: tuple[MemoryUse, ...] = (),
     ) -> None:
-        self._info = info
+        self.info = info
         self._chat = chat
         self._speech = speech
         self._ranks = ranks
@@ -97,10 +98,6 @@ class OmniService:
         self._failure_lock = threading.Lock()
         for loop in (*self._encoders, *self._loops):
             loop.start()
-
-    @property
-    def info(self) -> ServiceInfo:
-        return self._info
 
     @property
     def is_ready(self) -> bool:
@@ -247,16 +244,18 @@ class OmniService:
                 if encoded:
                     prompt = replace(
                         prompt,
-                        media_embeds=await media_embeds(prompt.embed_kind, encoded, pipeline.loop.device),
+                        media_embeds=await media_embeds(
+                            prompt.embed_kind, encoded, pipeline.loop.runner.device
+                        ),
                     )
                 timings.mark("encoded")
                 run = ChatOutputProcessor(
-                    pipeline.tokenizer.detokenizer(),
+                    Detokenizer(pipeline.tokenizer),
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
                     spoken_text=spoken_text,
-                    sample_rate=self._info.sample_rate,
+                    sample_rate=self.info.sample_rate,
                     timings=timings,
                 )
                 job = pipeline.loop.submit(
@@ -307,9 +306,7 @@ class OmniService:
                 if speech_stream.is_finished:
                     raise RequestError("the text has nothing to speak", param="input")
                 timings.mark("prepared")
-                run = SpeechOutputProcessor(
-                    speech_stream, sample_rate=self._info.sample_rate, timings=timings
-                )
+                run = SpeechOutputProcessor(speech_stream, sample_rate=self.info.sample_rate, timings=timings)
                 while not run.is_done:
                     item = await stream.get()
                     assert item is not None

@@ -12,12 +12,12 @@ from dataclasses import replace
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     AudioDelta,
     Done,
     Event,
     FinishReason,
+    Recorder,
     SamplingParams,
     SpeechParams,
     TextDelta,
@@ -147,15 +147,11 @@ class ChatOutputProcessor:
         self._sample_rate = sample_rate
         self._timings = timings
         self._finish: FinishReason | None = None
-        self._is_done = False
+        self.is_done = False
 
     @property
     def is_text_done(self) -> bool:
         return self._finish is not None
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
 
     @property
     def wait_s(self) -> float | None:
@@ -214,7 +210,7 @@ class ChatOutputProcessor:
         self._speech_stream.enqueue(pieces)
 
     def _done(self) -> Done:
-        self._is_done = True
+        self.is_done = True
         self._timings.mark("done")
         return Done(
             finish_reason=self._finish or "stop",

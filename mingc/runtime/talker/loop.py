@@ -19,8 +19,7 @@ import numpy as np
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
 from mingc.runtime.talker.pacing import SpeechPacing

@@ -50,11 +50,6 @@ class LaunchedPatch:
 
     host_copy: AsyncHostCopy
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `wait` would not block."""
-        return self.host_copy.is_ready
-
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """Samples, stop probabilities and latents; blocks until they are on the host."""
         samples, stop, latents = self.host_copy.wait()

@@ -21,8 +21,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
@@ -191,7 +190,7 @@ class TalkerWorker:
     @property
     def is_idle(self) -> bool:
         """Whether the device has finished every patch in flight."""
-        return all(each.patch.is_ready for each in self._launched)
+        return all(each.patch.host_copy.is_ready for each in self._launched)
 
     def remaining_s(self) -> float:
         """Seconds until the device has finished all patches in flight: a lower bound; 0 if unknown."""

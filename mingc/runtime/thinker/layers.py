@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mingc.artifacts.spec import join_path
 from mingc.errors import ArtifactError
-from mingc.runtime.distributed.comm_stream import CommStream
 from mingc.runtime.distributed.process_group import all_gather_last
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 
@@ -142,6 +142,31 @@ class ThinkerLayers:
         for batch in batches:
             batch.wait()
         return routes
+
+
+class CommStream:
+    """Runs communication on a side stream that overlaps with compute, also during graph capture; inline on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=stream_priority.COMMUNICATION)  # type: ignore[no-untyped-call]
+
+    def start(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Enqueue `run` after the work already queued on the current stream.
+
+        Returns a function that makes the current stream wait for its end. Until then nothing may write or free the
+        tensors that `run` uses.
+        """
+        if self._stream is None:
+            run()
+            return lambda: None
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            run()
+            end = self._stream.record_event()
+        return lambda: main.wait_event(end)
 
 
 class _Batch:

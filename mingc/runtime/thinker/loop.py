@@ -28,11 +28,9 @@ from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import FinishReason, SamplingParams
+from mingc.runtime.request import FinishReason, Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
-from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.running_chat import RunningChat, decode_step, prefill_step, sampling_rows
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
@@ -47,18 +45,12 @@ _BUSY_SHARE = (
 
 
 class StepRunner(Protocol):
-    """Interface of a worker or a rank group."""
+    """Interface of a worker or a rank group. Media embeddings of prompts are on `device`."""
 
     device: torch.device
 
     @property
     def samples_on_device(self) -> bool: ...
-
-    @property
-    def num_layer_groups(self) -> int: ...
-
-    @property
-    def latency_model(self) -> StepLatencyModel | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
@@ -132,11 +124,6 @@ class ThinkerLoop(EngineThread):
             "prompts in a chunk": scheduler.num_chunk_prompts,
             "thinker steps in flight": len(self._launched),
         }
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the prompts' media embeddings."""
-        return self.runner.device
 
     @property
     def has_prefix_cache(self) -> bool:

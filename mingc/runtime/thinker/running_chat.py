@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import FinishReason
+from mingc.runtime.request import FinishReason, Recorder
 from mingc.runtime.request_stream import Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.sampler import SamplerRow, uniform

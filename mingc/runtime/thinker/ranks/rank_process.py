@@ -20,8 +20,8 @@ from mingc.artifacts.codec import decode
 from mingc.host.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import load_stage
+from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
-from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
