@@ -1,8 +1,7 @@
 """Queues from engine threads to the event loop, one per request.
 
-Nothing here blocks an engine. Text is bounded by the request's `max_tokens`. Speech is bounded by the talker, which
-leaves a request out of its batches while `num_pending_patches` is at its limit: a slow client occupies a slot but no
-memory.
+Nothing here blocks an engine. `max_tokens` of a request bounds its text. The talker bounds its speech: it leaves the
+request out of its batches while `num_pending_patches` is at its limit, so a slow client occupies a slot but no memory.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from mingc.runtime.request import AudioDelta, FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenItem:
-    """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item.
+    """One token of an answer; `token` is None when a stop token ended the answer. The last item has `finish`.
 
-    `reused_tokens`: tokens of the prompt that the prefix cache held. `begun_at`: when the prefill began
+    `reused_tokens`: how many tokens of the prompt the prefix cache held. `begun_at`: when the prefill began
     (`time.perf_counter`).
     """
 
@@ -89,11 +88,11 @@ class RequestStream:
 
     @property
     def num_pending_patches(self) -> int:
-        """Patches added and not yet taken."""
+        """How many patches were put and not yet taken."""
         return self._patches_put - self._patches_taken
 
     def put(self, item: Item) -> None:
-        """Pass an item on; it is dropped when the request has ended or the event loop is closed."""
+        """Pass an item on. Drops it when the request has ended or the event loop is closed."""
         if self.is_closed:
             return
         if isinstance(item, AudioDelta):
@@ -104,7 +103,7 @@ class RequestStream:
             self.is_closed = True
 
     async def get(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None after `timeout_s` without one."""
+        """The next item; None if there is none for `timeout_s`."""
         if not self._items:
             self._filled.clear()
             try:

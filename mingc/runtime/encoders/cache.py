@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class EncoderCache:
-    """Embeddings by key, at most `max_bytes` of them; the least recently used are dropped first. Thread-safe.
+    """Embeddings by key, at most `max_bytes` in all; the least recently used are dropped first. Thread-safe.
 
-    They are in host memory: a hit saves the encoder call, the copy to a device is short compared with that, and device
-    memory is left to KV pages.
+    Embeddings are kept in host memory, which leaves device memory to KV pages: a hit saves the encoder call, and the
+    copy to a device takes little of its time.
 
     Attributes:
         num_bytes: bytes of all entries.
@@ -27,7 +27,7 @@ class EncoderCache:
         self.num_bytes = self.num_hits = self.num_misses = 0
 
     def get(self, key: bytes) -> Tensor | None:
-        """The embeddings under `key`, shared by all callers: read only."""
+        """The embeddings under `key`. All callers share them, so nobody may write to them."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -43,10 +43,7 @@ class EncoderCache:
             self.num_hits += 1
 
     def put(self, key: bytes, embeddings: Tensor) -> None:
-        """Keep the host tensor `embeddings`, which nothing else may write to.
-
-        Dropped if it alone exceeds the budget.
-        """
+        """Keep the host tensor `embeddings`, unless it alone exceeds the budget. Nothing else may write to it."""
         size = embeddings.untyped_storage().nbytes()
         with self._lock:
             self._drop(key)
@@ -58,7 +55,7 @@ class EncoderCache:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:
-        """Drop all entries; counters are not reset."""
+        """Drop all entries; the counters of lookups stay."""
         with self._lock:
             self._entries.clear()
             self.num_bytes = 0

@@ -23,7 +23,7 @@ HOST = "host"
 
 
 class MemoryAccount:
-    """Bytes by device and owner, added up while a service is built. Engines of one owner on one device are summed."""
+    """Adds up bytes by device and owner while a service is built."""
 
     def __init__(self) -> None:
         self._bytes: dict[tuple[str, str], int] = {}
@@ -42,7 +42,7 @@ class MemoryAccount:
         )
 
     def log(self, free: Mapping[str, int]) -> None:
-        """Log a line per device; `free`: bytes that are free now, for devices where that is known."""
+        """Log a line per device. `free`: bytes that are free now, for the devices where that is known."""
         by_device: dict[str, list[str]] = {}
         for use in self.uses:
             by_device.setdefault(use.device, []).append(f"{use.owner} {_mib(use.num_bytes)}")
@@ -52,7 +52,7 @@ class MemoryAccount:
 
 
 def free_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Free memory of each CUDA device of `devices`. It creates a CUDA context on each, which takes memory itself."""
+    """Free memory of the CUDA devices of `devices`. Creates a context on each of them, which takes memory, too."""
     return {str(each): torch.cuda.mem_get_info(each)[0] for each in devices if each.type == "cuda"}
 
 
@@ -65,7 +65,7 @@ class BuildContext:
     """The artifact and the options, and records of what was built.
 
     Attributes:
-        on_failure: called on any thread when a rank of the thinker is lost.
+        on_failure: any thread calls it when a rank of the thinker is lost.
         processes: ends the started processes when a later part cannot be built.
     """
 

@@ -34,7 +34,9 @@ from mingc.runtime.thinker.worker import ThinkerWorker
 log = logging.getLogger("mingc.startup")
 
 _PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
-_CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts of 8,000 tokens, at most 32 MiB
+_CACHED_CHARACTERS = (
+    4 << 20
+)  # texts of so many keep their token ids: 128 prompts of 8,000 tokens, at most 32 MiB
 
 _MIN_KV_TOKENS = 16384
 # KV pages get this share of the memory that is free after everything else is loaded; CUDA graphs and buffers of steps
@@ -45,7 +47,7 @@ _KV_SHARE = 0.8
 def build_chat(
     context: BuildContext, stages: ChatStages, devices: list[torch.device], media: MediaDecoder | None
 ) -> tuple[RankGroup | None, ChatPipeline]:
-    """Load encoders, then the thinker's weights, then its KV pages. The other ranks are None when there is one.
+    """Load encoders, then the thinker's weights, then its KV pages. Returns no group if the thinker has one rank.
 
     Args:
         devices: one for each rank of the thinker; the first one runs the encoders, too.
@@ -172,7 +174,7 @@ def _start_thinker(
 def kv_tokens(
     manifest: Manifest, decoder: str, devices: Sequence[torch.device], *, requested: int | None, context: int
 ) -> int:
-    """Tokens as `requested`, else by free memory on a GPU, or a few requests of `context` tokens on a CPU.
+    """Number of tokens that the KV pages hold: as `requested`, else by free memory on a GPU, or as a few requests need.
 
     Call it after every rank has loaded everything else: it measures the free memory of the fullest of `devices`.
 
@@ -199,7 +201,7 @@ def kv_tokens(
 def _create_scheduler(
     context: BuildContext, stages: ChatStages, worker: ThinkerWorker, max_context: int
 ) -> ThinkerScheduler:
-    """`max_context`: tokens of a request that the artifact allows; the KV pages may hold fewer."""
+    """Create the scheduler. The artifact allows requests of `max_context` tokens; the KV pages may hold fewer."""
     options = context.options
     batch = largest_bucket(context.manifest, stages.decoder, "B")
     scheduler = ThinkerScheduler(

@@ -57,10 +57,10 @@ class OmniService:
     `chat` and `speech` are called on an event loop, one loop at a time.
 
     Args:
-        chat: None when the artifact has no thinker.
-        speech: None when it has no talker.
-        ranks: the thinker's other processes, closed with the service.
-        num_threads: threads of preprocessing.
+        chat: None without a thinker.
+        speech: None without a talker.
+        ranks: the group of the thinker's ranks, which the service closes; None for one rank.
+        num_threads: how many threads preprocess requests.
         max_pending_patches: see `SpeechStream`.
         memory: what was allocated at start.
     """
@@ -113,7 +113,7 @@ class OmniService:
 
     @property
     def load(self) -> ServiceLoad:
-        """See `Service`. Reads lengths without locks, which is atomic in CPython; listeners under locks of talkers."""
+        """See `Service`. Reads lengths without locks (atomic in CPython), and listeners under the talkers' locks."""
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
@@ -157,7 +157,7 @@ class OmniService:
         return self._chat is not None and self._chat.loop.has_prefix_cache
 
     def forget_caches(self) -> None:
-        """Prevent later requests from reusing results of earlier ones. For checks and measurements."""
+        """Prevent later requests from reusing results of earlier requests. For checks and measurements."""
         if self._chat is not None:
             self._chat.loop.forget_prefixes()
             self._chat.processor.forget_texts()
@@ -176,10 +176,7 @@ class OmniService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Resources that requests hold at present, by kind: all 0 when none is running.
-
-        For checks; read like `load`.
-        """
+        """Resources that requests hold at present, by kind: all 0 when no request runs. For checks; see `load`."""
         held = Counter({"requests": len(self._running), "chat requests": len(self._running_chats)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
@@ -214,10 +211,10 @@ class OmniService:
         recorder: Recorder | None = None,
         is_live: bool = False,
     ) -> AsyncIterator[Event]:
-        """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
+        """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
         Args:
-            noise: of the speech; None: derived from its seed.
+            noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
         """
@@ -293,7 +290,7 @@ class OmniService:
         is_live: bool = False,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
+        """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -321,7 +318,7 @@ class OmniService:
             return
         self._is_closing = True
         if self._speech is not None:
-            self._speech.talkers.stop_pacing()  # at the speed of its playback most speech would be cut off
+            self._speech.talkers.stop_pacing()  # paced speech would mostly be cut off
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -338,7 +335,7 @@ class OmniService:
             report(error)
 
     def fail(self, error: ServeError) -> None:
-        """Fail all chats and report `error` to `on_failure`: a rank of the thinker is lost. Any thread may call it.
+        """Fail all chats and report `error` to `on_failure`, when a rank of the thinker is lost. Thread-safe.
 
         Speech requests continue until the process ends.
         """

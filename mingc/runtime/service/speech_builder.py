@@ -97,7 +97,7 @@ def _check_voice(voice: VoicePack, stages: SpeechStages) -> None:
 
 
 def _num_slots(manifest: Manifest, stages: SpeechStages, options: EngineOptions) -> int:
-    """Slots of each talker, with slot 0, which pads. Paced speech may have more of them than a batch has rows."""
+    """Slots of each talker, including slot 0 for padding. Paced speech may have more slots than a batch has rows."""
     largest = min(largest_bucket(manifest, name, "B") for name in stages.names)
     graphs = [record.spec for name in stages.names for record in manifest.stages[name].graphs.values()]
     states = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]

@@ -1,12 +1,12 @@
 """TensorRT plans on a CUDA device, over the memory of torch's tensors.
 
-State is an input and an output: the new one is computed beside the old one and copied, so that nothing depends on the
-order in which TensorRT reads and writes. A plan for CUDA has the states of a batch: their rows are taken out of the
-pools and written back here, as version 1.4 crashes at a state with a dynamic dim. Weights are inputs as well, bound
-once: all engines of a stage share them.
+State is an input and an output: the plan writes the new state to a new tensor, which is copied over the old one, so
+that nothing depends on the order in which TensorRT reads and writes. A plan for CUDA takes the states of a batch: this
+module copies their rows out of the pools and back, because version 1.4 crashes at a state with a dynamic dim. Weights
+are inputs as well, bound once: all engines of a stage share them.
 
-On a CPU an engine for RTX cards runs the ONNX model that it holds. That is how an export without a GPU checks it; a
-server never asks for it, as the artifact is for CUDA.
+On a CPU an engine for RTX cards runs the ONNX model that it holds: an export without a GPU checks it that way. A server
+never does, because the artifact is for CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Context:
-    """An execution context for one set of input shapes, with memory of torch's allocator."""
+    """An execution context for one set of input shapes; torch's allocator provides its memory."""
 
     def __init__(
         self, trt: Any, engine: Any, names: Sequence[str], shapes: _Shapes, device: torch.device
@@ -54,7 +54,7 @@ class _Context:
 class TensorRtEngine(Engine):
     """One serialized plan."""
 
-    is_concurrent = False  # calls share the memory of a context, and each copies the whole state
+    is_concurrent = False  # calls share the memory of a context, and every call copies the whole state
 
     def __init__(self, path: Path, device: torch.device) -> None:
         file = read_engine(path)
@@ -147,7 +147,7 @@ def _load_model(file: EngineFile, path: Path) -> Engine:
         raise ArtifactError(
             f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
             where=str(path),
-            fix="run it on that GPU, or export again with --target cpu",
+            fix="run it on such a GPU, or export again with --target cpu",
         )
     with tempfile.NamedTemporaryFile(suffix=".onnx") as copy:
         copy.write(file.model)
@@ -156,7 +156,7 @@ def _load_model(file: EngineFile, path: Path) -> Engine:
 
 
 def _import(header: EngineHeader, path: Path) -> Any:
-    """Raises: ArtifactError when the library of the engine is not installed."""
+    """The library that built the engine. Raises: ArtifactError when it is not installed."""
     if header.library not in TITLES:
         raise ArtifactError(
             f"the engine was built by {header.library}, which this mingc does not know",
@@ -195,7 +195,7 @@ def _listed(header: EngineHeader) -> str:
 
 
 def _create_context(trt: Any, engine: Any) -> Any:
-    """A context that takes its memory from the caller and compiles kernels before its first run has ended."""
+    """A context whose memory the caller provides, and whose kernels are compiled before its first run ends."""
     strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     if not hasattr(engine, "create_runtime_config") or not hasattr(
         trt, "DynamicShapesKernelSpecializationStrategy"
@@ -203,7 +203,7 @@ def _create_context(trt: Any, engine: Any) -> Any:
         return engine.create_execution_context(strategy)
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(strategy)
-    # Otherwise kernels for the sizes at hand are compiled in the background, while a CUDA graph is captured.
+    # Otherwise TensorRT compiles kernels for the actual sizes in the background, while a CUDA graph is captured.
     config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
     return engine.create_execution_context(config)
 
