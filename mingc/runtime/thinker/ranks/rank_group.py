@@ -36,9 +36,9 @@ from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes
-_SHUTDOWN_TIMEOUT_S = 10.0  # of leaving the process group
+_SHUTDOWN_TIMEOUT_S = 10.0  # for leaving the process group
 _CHILD_EXIT_TIMEOUT_S = 5.0
-_CHILD_EXIT_NOTICE_S = 0.2  # a closed socket is seen before the exit of its process
+_CHILD_EXIT_NOTICE_S = 0.2  # this process sees the closed socket of a child before the end of the child
 
 _RESTART = "restart the server"
 
@@ -54,10 +54,10 @@ class RankGroup:
     Args:
         devices: one per rank; the first one belongs to this process.
         load: loads this process's stage while the rank processes load theirs.
-        count_pages: the KV pages of every rank; called when all ranks have loaded, so that it can measure what is left.
+        count_pages: KV pages of every rank; called when all ranks have loaded, so that it can measure the memory left.
         start: creates this process's worker from stage and pages, after the process group is initialized.
-        on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
-        step_timeout_s: seconds after which a step that has not ended counts as hanging.
+        on_failure: called once, on any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
+        step_timeout_s: a step that takes longer counts as hanging.
         options: the options with which `start` creates the worker.
 
     Attributes:
@@ -172,7 +172,7 @@ class RankGroup:
         os.close(self._pipe_read)
 
     def _leave_group(self) -> None:
-        """Leave the process group. Hard exit if that hangs: a step may be stuck on the device."""
+        """Leave the process group; `hard_exit` if that hangs, because a step may be stuck on the device."""
 
         def leave() -> None:
             self.worker.close()
@@ -201,7 +201,7 @@ class RankGroup:
         ours.settimeout(_START_TIMEOUT_S)
         self._sockets.append(ours)
         self._children.append(child)
-        # Watch from now on: a rank that dies during startup may leave this one in a collective, too.
+        # Watch from now on: a rank that dies during startup may leave this rank in a collective.
         threading.Thread(
             target=self._watch_child,
             args=(config.rank, child),
@@ -217,7 +217,7 @@ class RankGroup:
                 raise RankError(f"rank {rank} did not start: {error}", where=f"rank {rank}") from error
             if received != message:
                 code = child.wait()
-                # Set when this rank was killed because another one died.
+                # `_failure` is set if this rank was killed because another one died.
                 raise self._failure or RankError(
                     f"rank {rank} exited with code {code} during startup", where=f"rank {rank}"
                 )
@@ -252,7 +252,7 @@ class RankGroup:
         )
 
     def _find_dead_child(self) -> RankError | None:
-        """The error of a rank process that has just exited, which explains a failed step; None if all run."""
+        """The error of a rank process that has just exited, which explains a failed step; None while all run."""
         for rank, child in enumerate(self._children, start=1):
             try:
                 return _exit_error(rank, child.wait(_CHILD_EXIT_NOTICE_S))
