@@ -31,8 +31,8 @@ from mingc.prompts.media_decoder import MediaTask
 
 log = logging.getLogger("mingc.preprocess")
 _EXIT_S = 5.0
-# One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
-# hold the arrays of a clip, which would else take new pages each time: an eighth of its time.
+# With one arena and a fixed threshold, the memory that a task frees returns to the system at once, except 4 MiB. These
+# hold the arrays of a clip, which would otherwise take new pages for every clip: an eighth of its time.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
@@ -44,8 +44,8 @@ _ENVIRONMENT = {
 class DecoderPool:
     """Decodes media in separate processes. May be used from several threads.
 
-    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. One is kept ready for the
-    next medium while there are fewer than `num_prepared`, as starting one takes half a second.
+    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. While there are fewer than
+    `num_prepared` processes, an idle one is kept ready for the next medium, as a start takes half a second.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DecoderPool:
             self._prepare()
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
-        """As `run_task`, in another process. The features have a `digest`.
+        """Run `run_task` in another process. The features have a `digest`.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
         """
@@ -143,7 +143,7 @@ class DecoderPool:
             return
         try:
             self._idle.append(self._new())
-        except OSError as error:  # the next medium tries again, and fails if there is still none
+        except OSError as error:  # the next medium tries again, and fails if that fails
             log.warning("a media decoder cannot be started: %s", error)
 
     def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
@@ -193,7 +193,7 @@ class _Decoder:
             ours.pop_all()
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[Features | Exception, bool]:
-        """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
+        """Returns features or an error, and whether to use the process again. Raises: OSError, EOFError if it ended."""
         send(self._socket, TaskHead(task=task, size=len(data)), data)
         digest = digest_of(task, data)  # while the process decodes
         head = receive(self._socket)
@@ -211,7 +211,7 @@ class _Decoder:
         self.process.wait()
 
     def end(self, *, has_failed: bool) -> None:
-        """End the process and close its socket. After a failure it ends itself; its exit code is the reason."""
+        """End the process and close its socket. After a failure it ends by itself, and the exit code is the reason."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_S if has_failed else 0)
         self.kill()
