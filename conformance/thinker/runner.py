@@ -143,7 +143,7 @@ class ThinkerRunner:
                 max_prompts=self._worker.chunk.max_prompts if chunk == self.max_chunk else 1,
                 two_batch_rows=0,
             ),
-            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._recorder.num_layer_groups),
+            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._worker.num_layer_groups),
             max_context=pool.max_tokens,
             max_waiting=len(prompts),
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,29 +57,6 @@ class FrameSource(Protocol):
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """(index, frame) of the wanted indices in order; ends early when the video has fewer frames."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodedFrames:
-    """Frames of one size that are already decoded, as a `FrameSource`."""
-
-    pictures: Sequence[NDArray[np.uint8]]
-    fps: float
-
-    @property
-    def num_frames(self) -> int:
-        return len(self.pictures)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        height, width = self.pictures[0].shape[:2]
-        return height, width
-
-    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
-        limits.check_bytes(num_bytes, where, "the video")
-
-    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        return ((index, self.pictures[index]) for index in wanted)
 
 
 def _undecodable(where: str, what: str) -> RequestError:

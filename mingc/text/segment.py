@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mingc.text.normalize import has_chinese, normalize_fragment
 
 MAX_FRAGMENT_LENGTH = 50
-MIN_TAIL_LENGTH = 5
+_MIN_TAIL_LENGTH = 5
 _MAX_CHARACTERS = 600  # longer texts are normalised in parts, because number patterns take up to cubic time
 _MIN_FIRST_ELEMENTS = 12
 _MIN_LATER_ELEMENTS = 8
@@ -91,23 +91,14 @@ class Fragmenter:
         return self._num_before + len(self._buffer) >= minimum
 
 
-def speech_segments(
-    text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
-) -> list[str]:
-    """Normalised input strings of the acoustic model, in order.
-
-    A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
-    the two can be cut at different places. `state` is the state at the end of the preceding text, if any.
-    """
-    return list(iter_speech_segments(text, max_length, state=state))
-
-
 def iter_speech_segments(
     text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
 ) -> Iterator[str]:
-    """Yield the strings of `speech_segments` as soon as their deltas have been read.
+    """Yield the normalised input strings of the acoustic model, in order, as soon as their deltas have been read.
 
-    Fragments that normalise to nothing, such as links, are skipped.
+    A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
+    the two can be cut at different places. `state` is the state at the end of the preceding text, if any. Fragments
+    that normalise to nothing (links) are skipped.
     """
     for index, fragment in enumerate(iter_fragments(text, max_length, state=state)):
         in_chinese = index == 0 and state is not None and state.has_chinese
@@ -172,9 +163,7 @@ def semantic_length(text: str) -> int:
     return len(_WORD.findall(text))
 
 
-def cut_by_length(
-    text: str, max_length: int = MAX_FRAGMENT_LENGTH, min_tail: int = MIN_TAIL_LENGTH
-) -> list[str]:
+def cut_by_length(text: str, max_length: int = MAX_FRAGMENT_LENGTH) -> list[str]:
     """Cut `text` into fragments of at most `max_length` semantic units, at sentence and clause marks where possible.
 
     A short text is one fragment; a longer one gets full-width `。！？，`. White space between fragments is dropped or
@@ -187,8 +176,8 @@ def cut_by_length(
         return [_restore_dots(text)]
     fragments: list[str] = []
     for sentence in _sentences(text.translate(_WIDE_MARKS)):
-        for piece in _pieces(_clauses(sentence), max_length, min_tail):
-            _append_fragment(fragments, piece, max_length, min_tail)
+        for piece in _pieces(_clauses(sentence), max_length):
+            _append_fragment(fragments, piece, max_length)
     return [_restore_dots(fragment) for fragment in fragments]
 
 
@@ -228,13 +217,13 @@ def _clauses(sentence: str) -> list[str]:
     return clauses
 
 
-def _pieces(clauses: list[str], max_length: int, min_tail: int) -> Iterator[str]:
+def _pieces(clauses: list[str], max_length: int) -> Iterator[str]:
     """Join each short clause to the next one and split long clauses."""
     waiting = iter(range(len(clauses)))
     for index in waiting:
         clause = clauses[index]
         length = semantic_length(clause)
-        if length < min_tail and index + 1 < len(clauses):
+        if length < _MIN_TAIL_LENGTH and index + 1 < len(clauses):
             joined = clause + clauses[index + 1]
             if semantic_length(joined) <= max_length:
                 next(waiting)
@@ -259,7 +248,7 @@ def _split_units(clause: str, max_length: int) -> Iterator[str]:
     yield piece
 
 
-def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail: int) -> None:
+def _append_fragment(fragments: list[str], piece: str, max_length: int) -> None:
     """Merge `piece` into the last fragment if both fit, otherwise append it."""
     piece = piece.lstrip("，,:;" + string.whitespace)
     if not _has_content(piece):
@@ -270,7 +259,7 @@ def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail
         return
     last = fragments[-1]
     # A short tail after a finished sentence is a separate fragment.
-    if last.endswith(tuple(_SENTENCE_MARKS)) and length < min_tail:
+    if last.endswith(tuple(_SENTENCE_MARKS)) and length < _MIN_TAIL_LENGTH:
         fragments.append(piece)
         return
     space = " " if re.match("[a-zA-Z0-9]", piece) and not last.endswith(" ") else ""

@@ -162,11 +162,11 @@ def select_algorithms(
     )
 
 
-def time_captured_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS) -> float:
-    """Median microseconds of one `run` in a CUDA graph that calls it `calls` times. A collective if `run` is one."""
+def time_captured_us(run: Callable[[], None], device: torch.device) -> float:
+    """Median microseconds of one `run` in a CUDA graph of several. A collective if `run` is one."""
 
     def run_all() -> tuple[Tensor, ...]:
-        for _ in range(calls):
+        for _ in range(_CALLS):
             run()
         return ()
 
@@ -178,7 +178,7 @@ def time_captured_us(run: Callable[[], None], device: torch.device, calls: int =
         graph.replay()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / calls)
+        samples.append(start.elapsed_time(end) * 1e3 / _CALLS)
     return statistics.median(samples)
 
 
