@@ -48,6 +48,11 @@ class LaunchedPatch:
 
     host_copy: AsyncHostCopy
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would not block."""
+        return self.host_copy.is_ready
+
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
         """Samples (B, n), stop probabilities (B,) and latents (B, P, C), float32; blocks until they are on the host."""
         samples, stop, latents = self.host_copy.wait()

@@ -190,7 +190,7 @@ class TalkerWorker:
     @property
     def is_idle(self) -> bool:
         """Whether the device has finished every patch in flight."""
-        return all(each.patch.host_copy.is_ready for each in self._launched)
+        return all(each.patch.is_ready for each in self._launched)
 
     def remaining_s(self) -> float:
         """Seconds until the device has finished all patches in flight: a lower bound; 0 if unknown."""
