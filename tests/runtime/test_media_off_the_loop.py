@@ -99,7 +99,7 @@ def media_service(decoder: MediaDecoder, encoder: Encoder) -> OmniService:
         encoder_cache=cache,
         has_talker=False,
     )
-    service._info = replace(service.info, has_image=True)
+    service.info = replace(service.info, has_image=True)
     return service
 
 
