@@ -144,9 +144,6 @@ class _Zeros:
     def padded_tokens(self, features: Sequence[VisionFeatures | AudioFeatures]) -> int:
         return sum(map(self._count, features))
 
-    def num_bytes(self, features: VisionFeatures | AudioFeatures) -> int:
-        return features.mel.nbytes if isinstance(features, AudioFeatures) else features.patches.nbytes
-
     def encode(self, features: Sequence[VisionFeatures | AudioFeatures]) -> list[Tensor]:
         shapes = [(self._count(each), self._hidden_size) for each in features]
         return [host_tensors.empty(shape, torch.bfloat16).zero_() for shape in shapes]
@@ -157,8 +154,6 @@ class _PacedRunner:
 
     device = torch.device("cpu")
     samples_on_device = False
-    num_layer_groups = 1
-    latency_model = None
 
     def __init__(self, token: int) -> None:
         self._logits = torch.zeros(_VOCAB)

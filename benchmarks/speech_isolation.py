@@ -37,7 +37,7 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, load_voice
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
-from mingc.text.segment import speech_segments
+from mingc.text.segment import iter_speech_segments
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"
@@ -145,7 +145,7 @@ def make_segments(artifact: Artifact) -> list[SpeechSegment]:
             temperature=_TEMPERATURE[index // 2 % len(_TEMPERATURE)],
             max_steps=2 + index % 5,
         )
-        text = speech_segments(_TEXTS[index % len(_TEXTS)], talker.max_segment_length)[0]
+        text = next(iter_speech_segments(_TEXTS[index % len(_TEXTS)], talker.max_segment_length))
         segments.append(planner.segment(text, index % 3, params, PhiloxNoise(100 + index)))
     return segments
 

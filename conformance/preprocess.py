@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, Visio
 from mingc.errors import ConfigError
 from mingc.media.image import encoder_size, load_size, patchify, resize_for_encoder, resize_loaded
 from mingc.media.limits import MediaLimits
-from mingc.media.video import DecodedFrames, frame_size, resize_frame, sample_video
+from mingc.media.video import frame_size, resize_frame, sample_video
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
 from mingc.prompts.features import AudioFeatures, Features, Grid, VideoFeatures, VisionFeatures
@@ -26,6 +27,29 @@ RECORDED_FPS = 2.0  # the reference's rate for a list of frames; all of them are
 
 Image = NDArray[np.uint8]
 _Recorded = TypeVar("_Recorded")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedFrames:
+    """Frames of one size that are already decoded, as a `FrameSource`."""
+
+    pictures: Sequence[NDArray[np.uint8]]
+    fps: float
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.pictures)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        height, width = self.pictures[0].shape[:2]
+        return height, width
+
+    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
+        limits.check_bytes(num_bytes, where, "the video")
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        return ((index, self.pictures[index]) for index in wanted)
 
 
 def replay_preprocessing(engines: Engines, log: ReferenceLog, document: Mapping[str, Any]) -> None:

@@ -25,8 +25,7 @@ from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler

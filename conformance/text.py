@@ -8,7 +8,7 @@ from typing import Any
 from conformance.engines import Engines
 from conformance.reference_log import ReferenceLog
 from mingc.text.normalize import normalize_fragment, normalize_text
-from mingc.text.segment import cut_by_length, speech_segments
+from mingc.text.segment import cut_by_length, iter_speech_segments
 
 NORMALISED_SHARE = 0.95  # minimum fraction of recorded texts that must match
 
@@ -38,7 +38,7 @@ def _replay_spoken(log: ReferenceLog, cases: list[Mapping[str, Any]]) -> None:
     same = total = 0
     for index, case in enumerate(cases):
         given = case.get("chunks") or case["text"]
-        found = speech_segments(given, case["max_length"])
+        found = list(iter_speech_segments(given, case["max_length"]))
         expected = [call["text"] for call in case["synthesis_calls"]]
         total += len(expected)
         if len(found) != len(expected):

@@ -21,14 +21,13 @@ from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import SamplingParams
+from mingc.runtime.request import Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
+from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerPlan, ThinkerScheduler
-from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 from mingc.verify.engine_run import to_numpy
@@ -144,7 +143,7 @@ class ThinkerRunner:
                 max_prompts=self._worker.chunk.max_prompts if chunk == self.max_chunk else 1,
                 two_batch_rows=0,
             ),
-            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._recorder.num_layer_groups),
+            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._worker.num_layer_groups),
             max_context=pool.max_tokens,
             max_waiting=len(prompts),
         )
@@ -184,8 +183,6 @@ class StepRecorder:
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self.device = runner.device
-        self.num_layer_groups = runner.num_layer_groups
-        self.latency_model = None
         self.begin(lambda page: 0, (), None)
 
     def begin(

@@ -1,4 +1,4 @@
-"""Fetching an artifact once per node: replicas of one node wait for the first one that runs the command."""
+"""Fetches an artifact once per node: one replica runs the command, the other replicas of the node wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mingc.errors import ArtifactError
 
 
 def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> Path:
-    """Folder, or packed bundle, of `artifact` on this node, fetched by `command` unless it is in `cache` already.
+    """Folder or packed bundle of `artifact` on this node; `command` fetches it unless `cache` has it already.
 
     Raises: ArtifactError when the command fails.
     """
@@ -32,7 +32,7 @@ def fetched_artifact(artifact: str, command: str | None, cache: Path | None) -> 
             # A new name: the command of a killed replica may still run and write into its output.
             partial = home.with_suffix(f".{secrets.token_hex(4)}.partial")
             texts = {"{artifact}": shlex.quote(artifact), "{output}": shlex.quote(str(partial))}
-            # In one pass: a path may contain the other text.
+            # Both in one pass, because a path may contain the other text.
             words = re.sub(r"\{artifact\}|\{output\}", lambda found: texts[found[0]], command)
             done = subprocess.run(
                 words,

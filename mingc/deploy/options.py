@@ -1,7 +1,6 @@
-"""Options of a Ray Serve application: parsed from the arguments of `serve run`, of a config file or of Python.
+"""Options of a Ray Serve application, from the arguments of `serve run`, a config file or Python.
 
-Arguments that are not fields of `DeployOptions` are fields with the same names of `ServeOptions`, `MediaOptions` or
-`EngineOptions`.
+An argument is the name of a field of `DeployOptions`, `ServeOptions`, `MediaOptions` or `EngineOptions`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mingc.runtime.service.options import EngineOptions
 from mingc.server.options import ServeOptions
 
 WHERE = "arguments of mingc.deploy.ray:app"
-# Serve's proxy owns the connections, so these options of a server of our own would be ignored.
+# Serve's proxy owns the connections, so these options would have no effect.
 OF_THE_PROXY = frozenset(
     {
         "host",
@@ -29,7 +28,7 @@ OF_THE_PROXY = frozenset(
         "shutdown_timeout_s",
     }
 )
-_MOST = 2**31 - 1  # of the integers in Serve's messages
+_MOST = 2**31 - 1  # the largest integer in Serve's messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

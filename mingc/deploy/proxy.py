@@ -1,4 +1,4 @@
-"""Middleware of Serve's HTTP proxies: a request whose replica is lost ends with an error that clients can read.
+"""Middleware of Serve's HTTP proxies: ends a request whose replica is lost with an error that clients can read.
 
 Set `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mingc.deploy.proxy:middlewares` where Ray is started. Without it the
 proxy closes the connection of a stream, and answers other requests in plain text.
@@ -16,11 +16,11 @@ from mingc.server.http.response_schemas import sse
 
 _LOST = "The replica that served this request was lost."
 _BUSY = "All replicas are busy; try again later."
-_PLAIN_STATUSES = (503,)  # that the proxy itself answers in plain text
+_PLAIN_STATUSES = (503,)  # the proxy itself answers them in plain text
 
 
 def middlewares() -> list[Middleware]:
-    """Called by Serve's proxies at start."""
+    """The middlewares; Serve's proxies call this at start."""
     return [Middleware(LostReplica)]
 
 
@@ -42,7 +42,7 @@ class LostReplica:
 
 
 class _Response:
-    """Messages of one response, forwarded as they arrive; tracks how much was sent."""
+    """Forwards the messages of one response, and tracks how much was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -70,7 +70,7 @@ class _Response:
         await self._send(message)
 
     async def complete(self) -> None:
-        """Called when no message follows."""
+        """End the response with an error if it has not ended; no message follows."""
         if self._is_ended:
             return
         if not self._is_started:

@@ -32,7 +32,7 @@ _AFFINITY_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHash
 
 
 def app(arguments: Mapping[str, Any]) -> Application:
-    """The application for `arguments`, the fields of `DeployOptions`, `ServeOptions` and `EngineOptions`.
+    """The application for `arguments`; see `parse_arguments`.
 
     Raises: ConfigError, and ArtifactError when an artifact that should be there cannot be read.
     """
@@ -107,9 +107,9 @@ def _affinity(options: DeployOptions) -> dict[str, Any]:
 def _num_gpus(
     artifact: str, options: DeployOptions, given: float | None, *, tp: int | None, has_talkers: bool = True
 ) -> float:
-    """GPUs of a replica: given, or by the manifest, or one per rank when the artifact is not here yet.
+    """GPUs of a replica: as given, or by the manifest, or one per rank when the artifact is not here yet.
 
-    Where talkers are loaded, at least as many as their devices need.
+    A replica with talkers has at least as many as their devices need.
     """
     if given is not None:
         return given

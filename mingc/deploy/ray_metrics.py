@@ -1,4 +1,4 @@
-"""The metrics of a replica as metrics of Ray, which Ray exports per node with labels of replica and deployment.
+"""Copies the metrics of a replica to Ray, which exports them per node with labels of replica and deployment.
 
 A histogram becomes three counters, because Ray's histograms accept only single observations: `NAME_bucket` with the
 label `le`, `NAME_sum` and `NAME_count`. `histogram_quantile` reads them as usual.
@@ -17,7 +17,7 @@ from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 
-_PREFIX = "mingc_"  # metrics of the process come from Ray itself
+_PREFIX = "mingc_"  # Ray itself has the metrics of the process
 
 
 class RayMetrics:
@@ -40,7 +40,7 @@ class RayMetrics:
             await asyncio.sleep(period_s)
 
     def copy(self) -> None:
-        """Set gauges, and advance counters by what was added since the last call."""
+        """Set gauges, and advance counters by their growth since the last call."""
         for sample in self._metrics.samples(self._load()):
             if not sample.name.startswith(_PREFIX) or sample.name.endswith("_created"):
                 continue

@@ -1,7 +1,7 @@
 """Speech from another deployment: wraps a text-only service and sends its segments to speech replicas.
 
-Segments of a request do not depend on each other, and their noise depends on the request's seed and their index only.
-So any replica can speak any segment, and the samples are the same as from one artifact that does both.
+Segments of a request do not depend on each other, and their noise depends only on the seed of the request and their
+index. So any replica can speak any segment, and the samples equal the samples of one artifact with text and speech.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mingc.runtime.request import (
 )
 from mingc.text.spoken import SpokenText
 
-_AHEAD = 2  # segments of one request in generation at a time: the one that is sent, and the next
+_AHEAD = 2  # so many segments of a request are generated at a time: the segment that is sent, and the next
 _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before nothing more is read
 
 
@@ -45,18 +45,18 @@ class SegmentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechInfo:
-    """What a speech deployment can do. `max_segment_length`: longest piece of text that is spoken at once, in units."""
+    """What a speech deployment can do. It speaks at most `max_segment_length` units of text as one segment."""
 
     service: ServiceInfo
     max_segment_length: int
 
 
 class RemoteSpeechService:
-    """`Service` over a service without speech and a deployment that has it.
+    """`Service` over a service without speech and a deployment with it.
 
     Args:
-        speak: events of one segment on any speech replica.
-        speech: events of a whole speech request on any speech replica.
+        speak: calls any speech replica for the events of one segment.
+        speech: calls any speech replica for the events of a speech request.
     """
 
     def __init__(
@@ -73,19 +73,15 @@ class RemoteSpeechService:
         self.update(info)
 
     def update(self, info: SpeechInfo) -> None:
-        """Use these capabilities of the speech deployment for requests that begin later."""
+        """Use these capabilities of the speech deployment for requests that begin from now on."""
         self._max_segment_length = info.max_segment_length
-        self._info = replace(
+        self.info = replace(
             self._text.info,
             sample_rate=info.service.sample_rate,
             voices=info.service.voices,
             default_voice=info.service.default_voice,
             has_speech=True,
         )
-
-    @property
-    def info(self) -> ServiceInfo:
-        return self._info
 
     @property
     def is_ready(self) -> bool:
@@ -159,7 +155,7 @@ class RemoteSpeechService:
         usage = replace(
             end.usage,
             audio_patches=segments.num_patches,
-            audio_seconds=segments.num_samples / self._info.sample_rate,
+            audio_seconds=segments.num_samples / self.info.sample_rate,
         )
         yield replace(end, usage=usage)
 
@@ -172,7 +168,7 @@ _Item = Event | Exception | _End
 
 
 class _Segments:
-    """Segments of one request in order; at most `_AHEAD` of them are generated at a time."""
+    """The segments of one request in order; at most `_AHEAD` are generated at a time."""
 
     def __init__(
         self, speak: Callable[[SegmentCall], AsyncGenerator[Event]], params: SpeechParams, seed: int
@@ -199,7 +195,7 @@ class _Segments:
         self._waiting.put_nowait(_End())
 
     async def events(self) -> AsyncGenerator[AudioDelta]:
-        """Patches of all segments, in order. Closing it cancels the calls that run."""
+        """Patches of all segments, in order. Closing the iterator cancels the calls that run."""
         started: asyncio.Queue[asyncio.Queue[_Item] | _End] = asyncio.Queue()
         places = asyncio.Semaphore(_AHEAD)
         tasks: list[asyncio.Task[None]] = []

@@ -37,12 +37,12 @@ from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.deploy")
 
-# As `mingc serve` does: with Python's default of 5 ms engine threads wait for a thread that prepares a long text.
+# `mingc serve` has it, too: with Python's default of 5 ms, engine threads wait for a thread that prepares a long text.
 _SWITCH_S = 0.001
 _METRICS_PERIOD_S = 5.0
 _SPEECH_INFO_PERIOD_S = 2.0
 _END_S = 1.0  # for sending the error events of requests of a failed replica
-_EXIT_CODE = 4  # as of `mingc serve` after a lost rank
+_EXIT_CODE = 4  # `mingc serve` ends with it after a lost rank
 
 
 class UnhealthyReplicaError(Exception):
@@ -51,7 +51,7 @@ class UnhealthyReplicaError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaState:
-    """What a replica holds: its process, its load and its free resources; for tests and measurements."""
+    """Process, load and resources in use of a replica, for tests and measurements."""
 
     pid: int
     model: str
@@ -62,7 +62,7 @@ class ReplicaState:
 
 
 def open_model(artifact: str, options: DeployOptions, *, tp: int | None, loads_speech: bool) -> OmniService:
-    """Open the artifact on this node; it is fetched first if the options say how.
+    """Open the artifact on this node, after fetching it if the options say how.
 
     Raises: ConfigError when it was exported for another number of ranks than `tp`.
     """
@@ -97,19 +97,19 @@ class Replica:
         self._tasks.append(asyncio.create_task(self._metrics.publish(_METRICS_PERIOD_S)))
 
     async def open_service(self) -> Service:
-        """The service of this replica."""
+        """Open the service of this replica."""
         raise NotImplementedError
 
     def _fail(self, error: ServeError) -> None:
-        """Called on any thread."""
+        """Record a failure of the service, on any thread, and end."""
         self._failure = error
         self._end_soon()
 
     def _end_soon(self) -> None:
-        """End this process soon, rank and decoder processes with it.
+        """End this process soon, with its rank and decoder processes.
 
-        Until the third check has failed, Serve keeps sending requests here, more than to other replicas because each
-        fails at once. An actor that has ended gets none.
+        Until the third check has failed, Serve keeps sending requests here, and more than to other replicas because
+        they fail at once. An actor that has ended gets none.
         """
         if not self._is_ending:
             self._is_ending = True
@@ -117,7 +117,7 @@ class Replica:
                 self._loop.call_soon_threadsafe(self._loop.call_later, _END_S, os._exit, _EXIT_CODE)
 
     async def check_health(self) -> None:
-        """Called by Serve. Raises: UnhealthyReplicaError when a rank died or hangs, or an engine thread ended."""
+        """Serve calls it. Raises: UnhealthyReplicaError when a rank died or hangs, or an engine thread ended."""
         if self._failure is not None or not self.service.is_ready:
             self._end_soon()
         if self._failure is not None:
@@ -126,7 +126,7 @@ class Replica:
             raise UnhealthyReplicaError("an engine thread or a rank of this replica has ended")
 
     async def __del__(self) -> None:
-        """Called by Serve when no request runs any more, or the shutdown timeout has passed."""
+        """Serve calls it when no request runs any more, or the shutdown timeout has passed."""
         for task in getattr(self, "_tasks", ()):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -150,7 +150,7 @@ class ModelReplica(Replica):
             self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))
 
     async def _follow_speech(self, service: RemoteSpeechService) -> None:
-        """Read the capabilities of the speech deployment forever: an update may change its voices at any time."""
+        """Read the capabilities of the speech deployment again and again: an update may change its voices."""
         while True:
             await asyncio.sleep(_SPEECH_INFO_PERIOD_S)
             try:
@@ -194,7 +194,7 @@ class SpeechReplica(Replica):
 
     async def __init__(self, options: DeployOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         await Replica.__init__(self, options)
-        self._publish(Metrics())  # of the talker; requests are counted where they arrive
+        self._publish(Metrics())  # the talker's; the replica where a request arrives counts it
 
     async def open_service(self) -> OmniService:
         artifact = self.options.speech_artifact
@@ -223,7 +223,7 @@ class SpeechReplica(Replica):
 
 
 async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]:
-    """Events of a call of the speech deployment; closing the iterator cancels it there.
+    """Events of a call of the speech deployment; closing the iterator cancels the call.
 
     Raises: the error that the replica raised, WorkerError when it ended, CapacityError when too many calls wait.
     """
@@ -254,9 +254,9 @@ async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]
 class BehindProxy:
     """ASGI middleware between Serve's proxy and the app.
 
-    Leaves the header `x-request-id` of responses to the proxy, which adds it itself: it passes the id on in the
-    request, so logs and error messages of the replica have the id that clients see. Removes the route prefix of the
-    application from paths.
+    It removes the header `x-request-id` from responses, because the proxy adds it. The proxy passes the id on in the
+    request, so logs and error messages of the replica have the id that clients see. It also removes the route prefix of
+    the application from paths.
     """
 
     def __init__(self, app: ASGIApp) -> None:

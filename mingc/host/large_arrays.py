@@ -1,7 +1,7 @@
 """Arrays of many megabytes that can be dropped anywhere without stopping other threads.
 
-Python keeps its lock while memory is returned to the system, whichever thread drops the last reference. For 100 MB that
-takes 3 to 20 ms, in which the event loop cannot run. A thread returns the memory of large arrays in small steps.
+Python keeps its lock while memory returns to the system, whichever thread drops the last reference. For 100 MB that
+takes 3 to 20 ms, in which the event loop cannot run. Here a thread returns the memory of large arrays in small steps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-# Smaller ones come from malloc, as glibc keeps freed blocks of up to 32 MiB for later ones, which saves page faults.
-# Returning one takes 1 to 3 ms.
+# Smaller arrays come from malloc: glibc keeps freed blocks of up to 32 MiB for later arrays, which saves page faults.
+# Returning a block takes 1 to 3 ms.
 LARGE_BYTES = 32 << 20
-_STEP_BYTES = 4 << 20  # returned at once: less than a millisecond
-_PAUSE_S = 0.0005  # between two steps: other threads get Python's lock
-_MAX_UNUSED = 4  # blocks that wait for the thread
+_STEP_BYTES = 4 << 20  # returning so many takes less than a millisecond
+_PAUSE_S = 0.0005  # between two steps, in which other threads get Python's lock
+_MAX_UNUSED = 4  # at most so many blocks wait for the thread
 
 
 class _Block(mmap.mmap):
     """Private memory. When nothing refers to it any more, it goes to the thread that returns it to the system."""
 
     def __del__(self) -> None:
-        # Threads that keep Python's lock can slow that thread down: memory that piles up would be worse than the pause.
+        # Threads that keep Python's lock can delay that thread. Memory that piles up would be worse than a pause here.
         if _unused.qsize() < _MAX_UNUSED:
             # A new reference: a finalizer may make one (PEP 442), and is not called again.
             _unused.put(self)
@@ -40,7 +40,7 @@ _unused: queue.SimpleQueue[_Block] = queue.SimpleQueue()
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-    """As `numpy.empty`; memory of `LARGE_BYTES` and more is returned to the system in steps."""
+    """Like `numpy.empty`, but memory of `LARGE_BYTES` and more returns to the system in steps."""
     kind = np.dtype(dtype)
     count = math.prod([shape] if isinstance(shape, int) else shape)
     if count * kind.itemsize < LARGE_BYTES:
@@ -51,7 +51,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def join(parts: list[bytes]) -> memoryview:
-    """The bytes of all `parts` in their order. Empties the list, so that they are not freed all at once."""
+    """Join the bytes of all `parts`. Empties the list, so that parts are not freed all at once."""
     joined = empty(sum(map(len, parts)), np.uint8)
     parts.reverse()
     start = 0

@@ -1,4 +1,4 @@
-"""This machine as engines see it: torch release, device, instruction set or compute capability, GPU."""
+"""Describes this machine for engines: torch release, device, instruction set or compute capability, GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Gpu:
 
     @property
     def target(self) -> Target:
-        """Its row of the GPU table."""
+        """The row of the GPU table for it."""
         return lookup(self.capability, self.name, self.num_multiprocessors)
 
 
 def current_host(device: str, index: int | None = None) -> Host:
-    """The machine this process runs on, as seen for `device` (cpu or cuda); as a CPU where there is no GPU.
+    """The machine that runs this process, described for `device` (cpu or cuda); as a CPU if there is no GPU.
 
-    `index`: of the GPU; None: the current one.
+    `index`: number of the GPU; None: the current GPU.
     """
     import torch
 
@@ -61,7 +61,7 @@ def gpu_target(device: torch.device | int | None = None) -> Target:
 
 
 def equal_gpus() -> tuple[str, ...]:
-    """Visible GPUs of the current one's model, as CUDA_VISIBLE_DEVICES would list them; none without a GPU."""
+    """Visible GPUs of the same model as the current GPU, as CUDA_VISIBLE_DEVICES would list them."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""ONNX Runtime as it is installed: whether it runs models on CUDA devices. Nothing is imported."""
+"""Finds out whether ONNX Runtime is installed, and whether it runs models on CUDA devices, without importing it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 MODULE = "onnxruntime"
 INSTALL = "pip install 'mingc[onnx]'"
 INSTALL_CUDA = "pip uninstall onnxruntime; pip install 'mingc[onnx-gpu]'"
-"""Both distributions contain the same package, so only one of them may be there."""
+"""Both distributions contain the same package, so only one of them may be installed."""
 
 CUDA_PROVIDER = "CUDAExecutionProvider"
 
 
 def is_installed() -> bool:
-    """Whether there is an ONNX Runtime, for whatever device."""
+    """Whether ONNX Runtime is installed, for any device."""
     return importlib.util.find_spec(MODULE) is not None
 
 
 def has_cuda_provider() -> bool:
-    """Whether it is the one of the distribution `onnxruntime-gpu`."""
+    """Whether ONNX Runtime comes from the distribution `onnxruntime-gpu`."""
     spec = importlib.util.find_spec(MODULE)
     if spec is None or spec.origin is None:
         return False

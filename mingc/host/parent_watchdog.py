@@ -1,6 +1,6 @@
-"""Parent watchdog: end this process when its parent dies, however that happens.
+"""Parent watchdog: ends this process when its parent dies, however that happens.
 
-The watcher is a daemon thread that blocks on a file descriptor which the kernel closes together with the parent.
+A daemon thread blocks on a file descriptor that the kernel closes together with the parent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def watch_pipe(fd: int, on_exit: Callable[[], None] = exit_now) -> None:
 
 
 def watch_pool_owner() -> None:
-    """In a process of a multiprocessing pool: end it when the process that owns the pool dies.
+    """End this process, a worker of a multiprocessing pool, when the owner of the pool dies.
 
-    A pool that is killed cannot shut its workers down; without this they would wait for tasks forever.
+    A killed owner cannot shut the workers down; without this they would wait for tasks forever.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is not a process started by multiprocessing"

@@ -1,7 +1,7 @@
-"""Import of NVIDIA's TensorRT libraries: TensorRT for RTX, and classic TensorRT.
+"""Imports NVIDIA's TensorRT libraries: TensorRT for RTX, and classic TensorRT.
 
-Both have the same API. Neither is imported before an engine is built or loaded: the library is 200 MB. Classic
-TensorRT was not run with mingc.
+Both have the same API. They have 200 MB, so none is imported before an engine is built or loaded. Classic TensorRT was
+never run with mingc.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULES = {RTX: ("tensorrt_rtx", "tensorrt_rtx_bindings"), CLASSIC: ("tensorrt"
 
 
 def find_library() -> str | None:
-    """The name of the library that is installed, TensorRT for RTX first; nothing is imported."""
+    """The name of the installed library, TensorRT for RTX before the other; nothing is imported."""
     return next((name for name in _MODULES if _module_name(name) is not None), None)
 
 
@@ -35,7 +35,7 @@ def _module_name(name: str) -> str | None:
 
 
 def make_logger(library: Any) -> tuple[Any, list[str]]:
-    """A logger for the library, and the list of errors that it collects; nothing is printed."""
+    """Create a logger for the library. Returns it and the list of errors that it collects; it prints nothing."""
     messages: list[str] = []
     errors = (library.ILogger.Severity.ERROR, library.ILogger.Severity.INTERNAL_ERROR)
 

@@ -1,7 +1,7 @@
 """Encoded audio → log-mel features of the audio encoder (spec: audio.md §1, §2, §5).
 
-soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3); PyAV, if installed, all others (AAC, WebM, the sound
-of a video).
+soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3). PyAV, if installed, decodes all others (AAC, WebM,
+the sound of a video).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mingc.media.dsp.resample import resample
 from mingc.media.limits import MediaLimits, undecodable
 from mingc.prompts.features import AudioFeatures
 
-_BLOCK_SAMPLES = 1 << 18  # of all channels together
+_BLOCK_SAMPLES = 1 << 18  # all channels of a block have so many together
 _MAX_CHANNELS = 64
-_MAX_PACKET_SAMPLES = 1 << 21  # of one packet, beyond the longest frame of any format
-# Bytes per sample: blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
+_MAX_PACKET_SAMPLES = 1 << 21  # more than the longest frame of any format
+# Bytes per sample for blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
 _SAMPLE_COST = 20
-_SLACK_SECONDS = 0.1  # decoded beyond the limit; the exact limit is checked after resampling, in whole frames
+_SLACK_SECONDS = 0.1  # decoding may exceed the limit by this; resampling checks it exactly, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 _NO_PICTURES = 1 << 20  # probing may decode a frame of this many pixels, in a video whose sound is wanted
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
@@ -62,7 +62,7 @@ def _check_channels(channels: int, where: str) -> None:
 
 
 def _check_length(count: int, rate: int, where: str, max_seconds: float, limits: MediaLimits) -> None:
-    """Refuse a clip by the `count` of samples decoded so far; its header is not trusted."""
+    """Refuse a clip if the `count` of samples decoded so far is too large; its header is not trusted."""
     if count > (max_seconds + _SLACK_SECONDS) * rate:
         raise _too_long(where, max_seconds)
     limits.check_bytes(_SAMPLE_COST * count, where, f"a clip of {count} samples at {rate} Hz")
@@ -78,7 +78,7 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
 
 
 def _joined(blocks: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """The samples of all blocks, without a copy of a single one."""
+    """The samples of all blocks; a single block is not copied."""
     if len(blocks) == 1:
         return blocks[0]
     return np.concatenate(blocks) if blocks else np.empty(0, np.float32)
@@ -97,7 +97,7 @@ def _decode_soundfile(data: bytes, where: str, max_seconds: float, limits: Media
             rate = int(file.samplerate)
             _check_rate(rate, where)
             _check_channels(file.channels, where)
-            # Blocks: the declared length may be wrong, and only the first channel stays in memory.
+            # Read in blocks, because the declared length may be wrong; only the first channel stays in memory.
             size = _BLOCK_SAMPLES // file.channels
             while len(block := file.read(size, dtype="float32", always_2d=True)):
                 blocks.append(np.ascontiguousarray(block[:, 0]))
@@ -125,7 +125,7 @@ def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits)
             _check_rate(rate, where)
             _check_channels(context.channels, where)
             context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(context.channels, 8))}
-            # interleaved: reading the planes of a frame of more than eight channels crashes PyAV
+            # Interleaved, because reading the planes of a frame of more than eight channels crashes PyAV.
             resampler = av.AudioResampler(format="flt")
             for frame in container.decode(audio=0):
                 for part in resampler.resample(frame):
@@ -142,8 +142,7 @@ def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits)
 def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
     """Decode the first channel of an encoded clip; other channels are dropped, not mixed.
 
-    Raises: RequestError when the bytes cannot be decoded or contain clearly more than `max_seconds`, or more than
-        `limits` allow.
+    Raises: RequestError when the bytes cannot be decoded, clearly exceed `max_seconds`, or exceed `limits`.
     """
     limits = limits or MediaLimits()
     wave = _decode_soundfile(data, where, max_seconds, limits) or _decode_av(data, where, max_seconds, limits)
@@ -195,7 +194,7 @@ def load_audio(
 ) -> AudioFeatures:
     """Encoded audio → features. `where` names the clip in errors.
 
-    Raises: RequestError when the bytes contain no sound that the encoder supports, or it would exceed `limits`.
+    Raises: RequestError when the bytes contain no sound that the encoder supports, or the sound would exceed `limits`.
     """
     max_seconds = parameters.max_frames * parameters.hop_samples / parameters.sample_rate
     wave = decode_audio(data, where, max_seconds=max_seconds, limits=limits)

@@ -1,7 +1,7 @@
-"""Opening untrusted videos and sounds with PyAV, within limits.
+"""Opens untrusted videos and sounds with PyAV, within limits.
 
-FFmpeg's other demuxers read further files (concat), open sockets (SDP, RTSP) or decode pictures of any size while they
-probe.
+The demuxers of FFmpeg that are not allowed here read further files (concat), open sockets (SDP, RTSP) or decode
+pictures of any size while they probe.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ _MAX_STREAMS = "32"
 
 
 def pixel_limit(max_pixels: int) -> dict[str, str]:
-    """The option with which FFmpeg refuses larger frames.
-
-    With a margin, because it compares the padded size of a buffer.
-    """
+    """The option that makes FFmpeg refuse larger frames. It has a margin, as FFmpeg compares the padded buffer."""
     return {"max_pixels": str(max_pixels + max_pixels // 8 + (1 << 14))}
 
 
 def open_container(av: Any, data: bytes, *, max_pixels: int) -> Any:
-    """An opened container; probing it decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
+    """Open a container; probing decodes no frame above `max_pixels`. Raises: av.FFmpegError, ValueError."""
     return av.open(
         io.BytesIO(data),
         options={

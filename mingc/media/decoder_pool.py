@@ -31,8 +31,8 @@ from mingc.prompts.media_decoder import MediaTask
 
 log = logging.getLogger("mingc.preprocess")
 _EXIT_S = 5.0
-# One arena and no growing threshold: memory that a task frees is returned to the system at once, but for 4 MiB. These
-# hold the arrays of a clip, which would else take new pages each time: an eighth of its time.
+# With one arena and a fixed threshold, the memory that a task frees returns to the system at once, except 4 MiB. These
+# hold the arrays of a clip, which would otherwise take new pages for every clip: an eighth of its time.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
@@ -44,8 +44,8 @@ _ENVIRONMENT = {
 class DecoderPool:
     """Decodes media in separate processes. May be used from several threads.
 
-    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. One is kept ready for the
-    next medium while there are fewer than `num_prepared`, as starting one takes half a second.
+    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. While there are fewer than
+    `num_prepared` processes, an idle one is kept ready for the next medium, as a start takes half a second.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DecoderPool:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         num_prepared: int = 1,
     ) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._num_prepared = num_prepared
         self._idle: list[_Decoder] = []
@@ -71,17 +71,13 @@ class DecoderPool:
             num_prepared=num_prepared,
         )
 
-    @property
-    def max_bytes(self) -> int:
-        return self._max_bytes
-
     def start(self) -> None:
         """Have a process ready for the next medium."""
         with self._lock:
             self._prepare()
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
-        """As `run_task`, in another process. The features have a `digest`.
+        """Run `run_task` in another process. The features have a `digest`.
 
         Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
         """
@@ -90,7 +86,7 @@ class DecoderPool:
             features, is_reusable = decoder.run(task, data)
         except (OSError, EOFError) as error:
             self._replace(decoder, has_failed=True)
-            raise self._explain(decoder.exit_code, task) from error
+            raise self._explain(decoder.process.returncode, task) from error
         except BaseException:
             self._replace(decoder)
             raise
@@ -118,7 +114,7 @@ class DecoderPool:
     def pids(self) -> list[int]:
         """Ids of the running processes."""
         with self._lock:
-            return [decoder.pid for decoder in self._all]
+            return [decoder.process.pid for decoder in self._all]
 
     def _take(self) -> _Decoder:
         with self._lock:
@@ -127,7 +123,7 @@ class DecoderPool:
             found = None
             while self._idle and found is None:
                 decoder = self._idle.pop()
-                if decoder.is_alive:
+                if decoder.process.poll() is None:
                     found = decoder
                 else:
                     decoder.end(has_failed=True)
@@ -137,7 +133,7 @@ class DecoderPool:
             return found
 
     def _new(self) -> _Decoder:
-        decoder = _Decoder(self._max_bytes, self._timeout_s)
+        decoder = _Decoder(self.max_bytes, self._timeout_s)
         self._all.add(decoder)
         return decoder
 
@@ -147,7 +143,7 @@ class DecoderPool:
             return
         try:
             self._idle.append(self._new())
-        except OSError as error:  # the next medium tries again, and fails if there is still none
+        except OSError as error:  # the next medium tries again, and fails if that fails
             log.warning("a media decoder cannot be started: %s", error)
 
     def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
@@ -181,7 +177,7 @@ class _Decoder:
         with theirs, contextlib.ExitStack() as ours:
             ours.enter_context(self._socket)  # closed if the process cannot be started
             config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
@@ -196,20 +192,8 @@ class _Decoder:
             )
             ours.pop_all()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    @property
-    def exit_code(self) -> int | None:
-        return self._process.returncode
-
     def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[Features | Exception, bool]:
-        """(features or error, whether the process may be used again). Raises: OSError or EOFError when it ended."""
+        """Returns features or an error, and whether to use the process again. Raises: OSError, EOFError if it ended."""
         send(self._socket, TaskHead(task=task, size=len(data)), data)
         digest = digest_of(task, data)  # while the process decodes
         head = receive(self._socket)
@@ -223,12 +207,12 @@ class _Decoder:
 
     def kill(self) -> None:
         """End the process. The thread that waits for its reply gets an EOFError."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def end(self, *, has_failed: bool) -> None:
-        """End the process and close its socket. After a failure it ends itself; its exit code is the reason."""
+        """End the process and close its socket. After a failure it ends by itself, and the exit code is the reason."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S if has_failed else 0)
+            self.process.wait(_EXIT_S if has_failed else 0)
         self.kill()
         self._socket.close()

@@ -1,9 +1,8 @@
 """Process that decodes media for the server, with limits that the kernel enforces.
 
-Started as `python -m mingc.media.decoder_process CONFIG`. Decoders are C libraries that parse untrusted
-bytes: how much memory a file makes them allocate, how long they run and whether they crash is not known in advance.
-Here RLIMIT_DATA limits memory, an alarm limits the time of a task, and a crash ends only this process. It ends when its
-socket closes.
+`python -m mingc.media.decoder_process CONFIG` starts it. Decoders are C libraries that parse untrusted bytes: nobody
+knows in advance how much memory a file makes them allocate, how long they run and whether they crash. Here RLIMIT_DATA
+limits memory, an alarm limits the time of a task, and a crash ends only this process. It ends when its socket closes.
 """
 
 from __future__ import annotations
@@ -32,13 +31,15 @@ from mingc.media.limits import MIB
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaTask
 
-_MARGIN_BYTES = 64 * MIB  # of the libraries' tables and threads, beyond what is planned for a medium
-_RETIRE_BYTES = 64 * MIB  # kept after a task, this much makes the server start a fresh process
+_MARGIN_BYTES = (
+    64 * MIB
+)  # for tables and threads of libraries, besides the memory that is planned for a medium
+_RETIRE_BYTES = 64 * MIB  # a process that keeps more than this after a task is replaced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """`socket`: file descriptor of tasks and results. `max_bytes`, `timeout_s`: limits of one task."""
+    """`socket`: file descriptor for tasks and results. `max_bytes`, `timeout_s`: limits of one task."""
 
     socket: int
     max_bytes: int
@@ -47,18 +48,18 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskHead:
-    """A task whose data, which follow, have `size` bytes."""
+    """A task; `size` bytes of data follow it."""
 
     task: MediaTask
     size: int
 
 
-# Much faster than `codec`, which names what is wrong with a document that a person wrote.
+# This is much faster than `codec`, which explains what is wrong with a document that a person wrote.
 _TASK_DECODER = msgspec.json.Decoder(TaskHead)
 
 
 def send(sock: socket.socket, head: Any, *buffers: Any) -> None:
-    """Send a head, as JSON, and buffers; sizes are in the head."""
+    """Send a head as JSON, and buffers, whose sizes the head has."""
     text = msgspec.json.encode(head)
     sock.sendall(len(text).to_bytes(8, "little") + text)
     for buffer in buffers:
@@ -90,9 +91,9 @@ def _receive_into(sock: socket.socket, view: memoryview) -> None:
 
 
 def receive_array(sock: socket.socket, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """An array that was sent as bytes. Raises: EOFError when the other side is gone.
+    """Receive an array that was sent as bytes. Raises: EOFError when the other side has closed the socket.
 
-    Its memory is not cleared first, which `bytearray` does while it keeps Python's lock: 30 ms for a video.
+    The memory is not cleared first; `bytearray` does that while it keeps Python's lock, for 30 ms with a video.
     """
     array = large_arrays.empty(shape, dtype)
     _receive_into(sock, array.reshape(-1).view(np.uint8).data)
@@ -100,7 +101,7 @@ def receive_array(sock: socket.socket, dtype: str, shape: Sequence[int]) -> NDAr
 
 
 def pack(features: Features) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Features as a JSON head and arrays."""
+    """Convert features to a JSON head and arrays."""
     if isinstance(features, AudioFeatures):
         return _head([features.mel], num_tokens=features.num_tokens), [features.mel]
     vision = features.vision if isinstance(features, VideoFeatures) else features
@@ -112,7 +113,7 @@ def pack(features: Features) -> tuple[dict[str, Any], list[NDArray[Any]]]:
 
 
 def unpack(head: dict[str, Any], arrays: list[NDArray[Any]]) -> Features:
-    """The features that `pack` packed."""
+    """Convert a head and arrays back to features: the inverse of `pack`."""
     if "num_tokens" in head:
         return AudioFeatures(mel=arrays[0], num_tokens=head["num_tokens"])
     frames, height, width = head["grid"]
@@ -149,10 +150,10 @@ def _data_bytes() -> int:
 
 def main() -> None:
     config = decode(DecoderConfig, json.loads(sys.argv[1]))
-    # A terminal sends these to the whole process group; the server decides when its decoders end.
+    # A terminal sends these signals to the whole process group; the server decides when its decoders end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Loaded before memory is limited; a missing one is reported when it is needed.
+    # Libraries are loaded before memory is limited. The first medium that needs a missing one reports it.
     with contextlib.suppress(ImportError):
         importlib.import_module("av")
     with contextlib.suppress(ImportError):

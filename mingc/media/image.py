@@ -1,7 +1,7 @@
 """Encoded images → patch rows of the vision encoder (spec: vision.md §1).
 
-Decoding, the two resize rules of the reference, normalisation and patch order. `vision_grid` builds the position
-inputs. The memory of an image is estimated from its header before a pixel is decoded.
+This module has the decoding, the two resize rules of the reference, the normalisation and the order of patches;
+`vision_grid` builds the position inputs. Before a pixel is decoded, the header gives an estimate of the memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from mingc.prompts.features import VisionFeatures
 
 log = logging.getLogger("mingc.preprocess")
 MAX_ASPECT_RATIO = 200
-# Formats with library decoders only: EPS and PDF would start an interpreter on untrusted bytes.
+# Only formats that a library decodes: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 _MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
 
-# Bytes a pixel takes while a file is decoded and converted to RGB, measured; other formats take `_PLAIN_COST`.
+# Measured bytes per pixel while a file is decoded and converted to RGB: of these formats, of other formats in RGB and
+# in other modes, and of the coefficients of a progressive JPEG.
 _DECODING_COST = {"WEBP": 20, "AVIF": 13, "TIFF": 9}
-_PLAIN_COST, _CONVERTED_COST, _PROGRESSIVE_COST = (
-    5,
-    9,
-    8,
-)  # RGB; other modes; coefficients of a progressive JPEG
-# How a picture is turned upright, by the orientation of its EXIF data.
+_PLAIN_COST, _CONVERTED_COST, _PROGRESSIVE_COST = 5, 9, 8
+# How a picture is turned upright, by the orientation in its EXIF data.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,7 +46,7 @@ _UPRIGHT = {
 def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: float) -> tuple[int, int]:
     """(height, width) of an image or video frame after loading: multiples of `factor`, area within bounds.
 
-    A side can become 0 when a long thin picture is shrunk; the caller must refuse it.
+    A side can become 0 when a long thin picture is shrunk; the caller must refuse that.
     """
     new_height = max(factor, round(height / factor) * factor)
     new_width = max(factor, round(width / factor) * factor)
@@ -64,7 +61,7 @@ def load_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixe
 def encoder_size(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """(height, width) by the encoder's rule: as `load_size`, but with the minimum side in the shrinking branch."""
+    """(height, width) by the encoder's rule. Unlike `load_size`, it keeps a minimum side when it shrinks a picture."""
     new_height = round(height / factor) * factor
     new_width = round(width / factor) * factor
     if new_height * new_width > max_pixels:
@@ -142,16 +139,16 @@ def _cost_per_pixel(image: Image.Image) -> int:
 
 
 def _peak_bytes(image: Image.Image, target: tuple[int, int]) -> int:
-    """Memory for decoding and resizing to `target` (width, height); Pillow uses four bytes per pixel, numpy three."""
+    """Memory to decode and resize to `target` (width, height); Pillow uses four bytes per pixel, numpy three."""
     num_pixels, resized = image.width * image.height, math.prod(target)
     decoding = _cost_per_pixel(image) * num_pixels
-    # the picture and its converted copy, the picture after one axis, and after both
+    # The picture and its converted copy, the picture resized along one axis, and along both.
     resizing = (4 if image.mode == "RGB" else 8) * num_pixels + 4 * target[0] * image.height + 4 * resized
     return max(decoding, resizing)
 
 
 def _orientation(image: Image.Image) -> int:
-    """EXIF orientation; 1, upright, when there is none or it cannot be read."""
+    """EXIF orientation; 1 (upright) if there is none or it cannot be read."""
     try:
         found = image.getexif().get(ExifTags.Base.Orientation, 1)
     except MemoryError:
@@ -163,7 +160,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The decoded picture as RGB: 16-bit grey by its upper byte, transparency dropped as the reference does."""
+    """Convert the decoded picture to RGB: 16-bit grey keeps its upper byte, and transparency is dropped."""
     image.load()
     if image.mode == "RGB":
         return image
@@ -219,7 +216,7 @@ def resize_loaded(
 def loaded_size(
     height: int, width: int, parameters: VisionParameters, where: str, *, max_pixels: int | None = None
 ) -> tuple[int, int]:
-    """(height, width) after the first resize. Raises: RequestError, as `resize_loaded` does."""
+    """(height, width) after the first resize. Raises: RequestError like `resize_loaded`."""
     check_aspect(height, width, where)
     limit = parameters.load_max_pixels if max_pixels is None else max_pixels
     new_height, new_width = load_size(
@@ -289,10 +286,10 @@ def _normalisation_table(mean: tuple[float, ...], std: tuple[float, ...]) -> NDA
 
 
 class PatchWriter:
-    """Patches of frames that arrive one at a time, so that only one frame is in memory.
+    """Writes the patches of frames that arrive one at a time, so that only one frame is in memory.
 
-    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x). One frame is
-    an image, which is repeated in time; otherwise the number of frames is a multiple of the temporal patch.
+    Row order: (t, block row, block column, row in block, column in block). Value order: (C, time, y, x). A single frame
+    is an image, which is repeated in time; otherwise the number of frames is a multiple of the temporal patch.
     """
 
     def __init__(self, num_frames: int, height: int, width: int, parameters: VisionParameters) -> None:
@@ -312,7 +309,7 @@ class PatchWriter:
             self._temporal,
             patch,
         )
-        # One item is a line of a patch, which numpy copies at once; a pixel at a time takes eight times as long.
+        # An item is a line of a patch, which numpy copies at once; single pixels would take eight times as long.
         self._lines = np.empty(shape, dtype=f"V{patch}")
 
     def put(self, index: int, frame: NDArray[np.uint8]) -> None:
@@ -348,8 +345,8 @@ def load_image(
     """
     limits = limits or MediaLimits()
     with open_image(data, where) as image:
-        # Turning a picture exchanges the sides of both sizes and changes nothing else, so its EXIF data, which Pillow
-        # may decode the picture for, are not needed yet.
+        # Turning a picture only exchanges the sides of both sizes. So its EXIF data are not needed yet; Pillow may have
+        # to decode the picture for them.
         size = loaded_size(image.height, image.width, parameters, where)
         final = _encoder_size(*size, parameters, where)
         check_grid(*final, 1, parameters, limits, where, "image")

@@ -1,6 +1,6 @@
-"""Limits of one medium: bytes of host memory while it is decoded, tokens of the context.
+"""Limits of one medium: bytes of host memory while it is decoded, and tokens of the context.
 
-Both are computed from headers before anything is decoded, so a small file cannot claim memory.
+Headers are checked against both before anything is decoded, so a small file cannot claim memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEFAULT_MEDIA_BYTES = 384 * MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaLimits:
-    """`max_bytes`: of host memory for decoding and for the result. `max_tokens`: of the prompt; None: no limit."""
+    """`max_bytes`: most host memory for decoding and the result. `max_tokens`: of the prompt; None: no limit."""
 
     max_bytes: int = DEFAULT_MEDIA_BYTES
     max_tokens: int | None = None
@@ -41,7 +41,7 @@ class MediaLimits:
 
 
 def too_large(what: str, where: str) -> RequestError:
-    """A medium whose memory would exceed the limit."""
+    """The error for a medium whose memory would exceed the limit."""
     return RequestError(
         what,
         where=where,
@@ -53,5 +53,5 @@ def too_large(what: str, where: str) -> RequestError:
 
 
 def undecodable(what: str, where: str, fix: str) -> RequestError:
-    """Bytes that are not an image, sound or video."""
+    """The error for bytes that are no image, sound or video."""
     return RequestError(what, where=where, fix=fix, param=where, code="undecodable_media")

@@ -1,8 +1,8 @@
 """Encoded videos → patch rows and timestamps (spec: vision.md §2).
 
-PyAV decodes and OpenCV resizes; both are imported at the first video. PyAV also converts colours; every later step
-follows the reference. The memory of a video is estimated from its headers before a frame is decoded, and frames are
-decoded, resized and written one at a time.
+PyAV decodes and converts colours, OpenCV resizes; both are imported at the first video. All steps after the conversion
+follow the reference. Before a frame is decoded, the headers give an estimate of the memory. Frames are decoded, resized
+and written one at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,14 +23,14 @@ from mingc.media.limits import MediaLimits, too_large, undecodable
 from mingc.prompts.conversation import VideoParams
 from mingc.prompts.features import VideoFeatures
 
-_BUDGET_SLACK = 1.05  # the largest frame is at least this many times the smallest
+_BUDGET_SLACK = 1.05  # the largest size of a frame is at least so many times the smallest
 _MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
 _MAX_FRAME_PIXELS = 1 << 26
-_MIN_HELD_FRAMES = 4  # a decoder holds this many: the current one, references, the one returned
-_USUAL_HELD_FRAMES = 18  # with as many references as a format allows; more threads hold one each
+_MIN_HELD_FRAMES = 4  # a decoder holds at least the current frame, references, and the returned frame
+_USUAL_HELD_FRAMES = 18  # with all references that a format allows; every further thread holds one more
 _MAX_THREADS = 8
-_FALLBACK_BITS = 24  # of a pixel whose format is not in the header: 10 bits, 4:2:0
-_SIDE_BYTES = 0.5  # a decoder's motion vectors, per pixel
+_FALLBACK_BITS = 24  # per pixel, if the header has no format: 10 bits, 4:2:0
+_SIDE_BYTES = 0.5  # per pixel, for the motion vectors of a decoder
 
 
 class FrameSource(Protocol):
@@ -45,7 +44,7 @@ class FrameSource(Protocol):
 
     @property
     def size(self) -> tuple[int, int]:
-        """(height, width) of a frame by the header, before it is turned upright."""
+        """(height, width) of a frame in the header, before it is turned upright."""
         ...
 
     def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
@@ -58,29 +57,6 @@ class FrameSource(Protocol):
     def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """(index, frame) of the wanted indices in order; ends early when the video has fewer frames."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodedFrames:
-    """Frames that are decoded already, all of one size."""
-
-    pictures: Sequence[NDArray[np.uint8]]
-    fps: float
-
-    @property
-    def num_frames(self) -> int:
-        return len(self.pictures)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        height, width = self.pictures[0].shape[:2]
-        return height, width
-
-    def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
-        limits.check_bytes(num_bytes, where, "the video")
-
-    def frames(self, wanted: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-        return ((index, self.pictures[index]) for index in wanted)
 
 
 def _undecodable(where: str, what: str) -> RequestError:
@@ -100,10 +76,6 @@ def _import_library(module: str, name: str) -> Any:
             where="video input",
             fix="pip install 'mingc[serve]'",
         ) from error
-
-
-def _import_av() -> Any:
-    return _import_library("av", "PyAV")
 
 
 def _import_cv2() -> Any:
@@ -130,8 +102,8 @@ def sample_frames(
 ) -> tuple[list[int], list[float]]:
     """Indices of the sampled frames and their times in seconds.
 
-    The lower of the two rates sets the number of frames. Indices are spread evenly from the first to the last frame;
-    times advance at the resulting rate.
+    The lower of the two rates sets how many frames are sampled, evenly from the first to the last. Times advance at the
+    resulting rate.
     """
     duration = source_frames / source_fps
     count = max(1, min(max_frames, int(duration * min(fps, source_fps) + 0.5)))
@@ -199,7 +171,7 @@ def sample_video(
     for index, frame in source.frames(list(places)):
         if writer is None:
             found = frame.shape[0], frame.shape[1]
-            if found != source.size:  # a turned video, or a header that gives another size
+            if found != source.size:  # the video is turned, or the header gives another size
                 planned = _plan(source, found, len(indices), missing, parameters, params, limits, where)
             writer = PatchWriter(len(indices), *planned, parameters)
         resized = resize_frame(frame, *planned)
@@ -225,13 +197,13 @@ def _plan(
     """(height, width) of the resized frames. Raises: RequestError when they would exceed a limit."""
     height, width = frame_size(*size, num_frames - missing, parameters, params, where)
     check_grid(height, width, num_frames, parameters, limits, where, "video")
-    # all frames as bytes, one of them resized before it is written
+    # All frames as bytes, and one frame that is resized before it is written.
     source.plan(3 * height * width * (num_frames + 2), limits, where)
     return height, width
 
 
 class _EncodedVideo:
-    """An encoded file as a `FrameSource`. Its header is read on construction, nothing is decoded before `frames`."""
+    """An encoded file as a `FrameSource`. The constructor reads the header; `frames` decodes."""
 
     def __init__(self, av: Any, data: bytes, where: str, limits: MediaLimits) -> None:
         self._av = av
@@ -268,7 +240,7 @@ class _EncodedVideo:
 
     def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
         height, width = self.size
-        # as RGB, and once more when it is turned
+        # A frame as RGB, and once more when it is turned.
         others = num_bytes + 6 * height * width
         limits.check_bytes(
             others + _MIN_HELD_FRAMES * self._frame_bytes, where, f"a video of {width}×{height} pixels"
@@ -283,7 +255,7 @@ class _EncodedVideo:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO" if self._num_threads > 1 else "SLICE"
             stream.codec_context.thread_count = self._num_threads
-            # checked for every frame: a later one may be larger than the header says
+            # FFmpeg checks this for every frame: a later frame may be larger than the header says.
             stream.codec_context.options = pixel_limit(self._max_pixels)
             for index, frame in enumerate(container.decode(stream)):
                 if index in chosen:
@@ -293,7 +265,7 @@ class _EncodedVideo:
                     return
 
     def count_decodable(self) -> None:
-        """Set the number of frames to the number that decoding yields."""
+        """Decode all frames, and set the number of frames to their number."""
         with self._open() as container:
             stream = container.streams.video[0]
             stream.codec_context.options = pixel_limit(self._max_pixels)
@@ -314,13 +286,13 @@ def load_video(
     """Encoded video → patches and timestamps. `where` names the video in errors.
 
     Raises: RequestError when the bytes contain no decodable video, or it would exceed `limits`, which is known before a
-    frame is decoded; ConfigError without PyAV or OpenCV.
+        frame is decoded; ConfigError without PyAV or OpenCV.
     """
     if (params.fps is not None and params.fps <= 0) or (
         params.max_frames is not None and params.max_frames < 1
     ):
         raise RequestError("fps and max_frames of a video must be positive", where=where, param=where)
-    av = _import_av()
+    av = _import_library("av", "PyAV")
     _import_cv2()
     limits = limits or MediaLimits()
     try:

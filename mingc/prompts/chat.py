@@ -28,12 +28,13 @@ _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
 class ChatProcessor:
     """Builds the prompts of one artifact. Thread-safe; what it remembers does not change a prompt.
 
-    `vision` and `audio` are None for an artifact without that encoder; media of that kind are then refused.
-    `max_tokens` bounds a prompt with its answer; None: the number of positions of the model.
-    `parse_special_tokens` recognises special tokens in the text of messages, which lets their author write roles and
-    turns; otherwise they are plain text. In either case media stay at the position of their parts.
-    `decoder` decodes media one by one; None: encoded media are refused. `cached_characters` of recent texts keep their
-    token ids.
+    Args:
+        vision, audio: None for an artifact without the encoder; media of this kind are then refused.
+        max_tokens: most tokens of a prompt with its answer; None: as many as the model has positions.
+        parse_special_tokens: whether special tokens in the text of messages are recognised, so that their author can
+            write roles and turns; otherwise they are plain text. Media stay at the position of their parts.
+        decoder: decodes media one by one; None: encoded media are refused.
+        cached_characters: recent texts of so many characters keep their token ids.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ChatProcessor:
 
     @property
     def merge_size(self) -> int:
-        """Patches along each side of a vision token."""
+        """Patches along one side of a vision token."""
         return 1 if self._vision is None else self._vision.merge_size
 
     def forget_texts(self) -> None:
@@ -71,7 +72,7 @@ class ChatProcessor:
     def prepare(
         self, messages: Sequence[Message], *, video: VideoParams | None = None, thinking: bool = False
     ) -> PreparedPrompt:
-        """The prompt of a conversation, whose media are decoded one after another; they share one memory limit.
+        """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
         System messages at any place are joined by newlines. Media stand where their parts stand, whatever the text
         says; the reference drops one medium for each literal tag of its kind (`<image>`).
@@ -184,7 +185,7 @@ def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parame
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first one."""
+    """Refuse conversations that the chat format cannot express. Raises: RequestError for the first problem."""
 
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)

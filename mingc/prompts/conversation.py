@@ -1,4 +1,4 @@
-"""A conversation: the messages that a request is parsed to and a prompt is written from. Plain data."""
+"""A conversation: parsing a request gives its messages, and a prompt is written from them. Plain data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MediaPart:
     Attributes:
         data: a client's URL, path or base64 string, which `mingc.server` loads; then encoded bytes, which a
             `MediaDecoder` decodes; or features.
-        where: names it in error messages (`messages[0].content[1].image_url.url`).
+        where: names the part in error messages (`messages[0].content[1].image_url.url`).
         is_base64: whether a string is the data itself, with or without a `data:` prefix.
     """
 
@@ -39,13 +39,13 @@ class MediaPart:
 
     @property
     def size(self) -> int:
-        """Bytes of its data; of a string, the characters."""
+        """Bytes of the data; characters if it is a string."""
         return len(self.data) if isinstance(self.data, str | bytes | memoryview) else self.data.num_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation, in the client's order. No parts: empty content."""
+    """One message of a conversation. A message with empty content has no parts."""
 
     role: Role
     parts: tuple[TextPart | MediaPart, ...]

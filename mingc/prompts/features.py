@@ -1,4 +1,4 @@
-"""Decoded media: the inputs of the encoders, which `mingc.media` computes and prompts hold. Imports no torch."""
+"""Decoded media, the inputs of the encoders: `mingc.media` computes them, prompts hold them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class VisionFeatures:
     """Input of the vision encoder for one image or video.
 
     `patches` (t·h·w, C·time·p·p); the patches of one merged token are contiguous. Without `levels` they are normalised
-    float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which that table normalises; an image
-    is then stored once for `repeats` frames. `digest`: 32 bytes that differ for media whose features differ; None: not
-    known.
+    float32 values. With `levels` (C, 256) float32 they are uint8 colour levels, which this table normalises; an image
+    is then stored once for `repeats` frames. `digest`: 32 bytes that differ for media whose features differ; None:
+    unknown.
     """
 
     patches: NDArray[np.float32] | NDArray[np.uint8]
@@ -33,7 +33,7 @@ class VisionFeatures:
         return self.patches.nbytes
 
     def num_tokens(self, merge_size: int) -> int:
-        """Number of embeddings that the encoder returns."""
+        """How many embeddings the encoder returns."""
         return math.prod(self.grid) // merge_size**2
 
     @property
@@ -77,7 +77,7 @@ class VideoFeatures:
 class AudioFeatures:
     """Input of the audio encoder for one clip.
 
-    `mel`: (frames, num_mels) float32. `num_tokens`: number of embeddings that the encoder returns. `digest`: as of
+    `mel`: (frames, num_mels) float32. `num_tokens`: how many embeddings the encoder returns. `digest`: see
     `VisionFeatures`.
     """
 

@@ -1,4 +1,4 @@
-"""What a prompt needs of a media decoder: the task it hands over and the interface; `mingc.media` implements it."""
+"""The interface of a media decoder for prompts, and its tasks; `mingc.media` implements it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mingc.prompts.features import Features
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaTask:
-    """Decoding of one medium.
+    """One medium to decode.
 
     Attributes:
         where: names the medium in errors.
-        max_bytes: host memory for decoding and for the result.
-        vision, audio: parameters of the encoder; which of them is set depends on `kind`.
-        max_tokens: of the prompt; None: no limit.
+        max_bytes: most host memory for decoding and for the result.
+        vision, audio: parameters of the encoder for `kind`; the other one is None.
+        max_tokens: most tokens of the prompt; None: no limit.
     """
 
     kind: MediaKind
@@ -31,11 +31,11 @@ class MediaTask:
 
 
 class MediaDecoder(Protocol):
-    """Decodes media for prompts, on several threads. The service that it is given to starts and closes it."""
+    """Decodes media for prompts, on several threads. The service that gets it starts and closes it."""
 
     @property
     def max_bytes(self) -> int:
-        """Host memory for the media of one prompt, including the medium that is being decoded."""
+        """Most host memory for the media of one prompt, including the medium that is being decoded."""
         ...
 
     def start(self) -> None:

@@ -25,8 +25,8 @@ def compute_positions(
     """Positions (3, num_tokens) int64 with rows time, height, width, and the position delta of generated tokens.
 
     Text and audio count up in all rows. A grid starts at the next position: time advances by `temporal_scale` per
-    frame; height and width are centred on it and may be negative. The next token continues after the largest *time* of
-    the grid, so an image takes one position. Generated token number n has position n + delta in all rows.
+    frame; height and width are centred on time and may be negative. The next token continues after the largest *time*
+    of the grid, so an image takes one position. Generated token number n has position n + delta in all rows.
 
     `spans` must be in order without overlap.
     """

@@ -1,8 +1,8 @@
 """Writer of the thinker's prompt: lays out text and media blocks as token ids.
 
 Special tokens and media blocks are written as ids; the text between them is tokenized separately and, by default,
-without recognising special tokens. The ids equal those of the whole text, because special tokens split a
-text first (spec: thinker.md §6.1).
+without recognising special tokens. The ids equal the ids of the whole text, because special tokens split a text first
+(spec: thinker.md §6.1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MediaSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaFeatures:
-    """Decoded media of one prompt, input of the encoders, each kind in the order of its tokens.
+    """Decoded media of one prompt, the inputs of the encoders.
 
     The embeddings of all items of `vision` (and of `audio`), concatenated, fill the tokens of their kind in order.
     """
@@ -111,7 +111,7 @@ class PromptWriter:
         self.text("\n")
 
     def _video(self, video: VideoFeatures) -> None:
-        """Append a video: each pair of frames is a separate grid after its time."""
+        """Append a video: every pair of frames is a separate grid, after its time."""
         self.vision.append(video.vision)
         _, height, width = video.vision.grid
         self.token(self._thinker.video_start_token)

@@ -38,7 +38,7 @@ class SpeechPrompt:
 
     `token_ids` (T,) int64. `speaker_rows` (n,) int64: rows of the speaker vectors. `patch_rows` (N,) int64: rows of the
     embedded prompt patches, at the end of the prompt. The first `prefix_length` tokens depend on the voice but not on
-    the text, so their keys and values can be cached; a text that describes music has a shorter prefix.
+    the text, so their keys and values can be cached; the prefix of a text that describes music is shorter.
     """
 
     token_ids: NDArray[np.int64]
@@ -50,8 +50,8 @@ class SpeechPrompt:
 class SpeechPromptBuilder:
     """Builds talker prompts with the talker's tokenizer. Thread-safe.
 
-    With `parse_special_tokens`, special tokens in texts, transcripts and instructions are recognised; otherwise they
-    are plain text.
+    With `parse_special_tokens` it recognises special tokens in texts, transcripts and instructions; otherwise they are
+    plain text.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, parse_special_tokens: bool = False) -> None:
@@ -73,10 +73,10 @@ class SpeechPromptBuilder:
         instruction: str | None = None,
         task: str = SPEECH_TASK,
     ) -> SpeechPrompt:
-        """The prompt for one segment of text.
+        """Build the prompt of one segment of text.
 
         `transcript` and `num_prompt_patches` describe the recording of the voice and are used only together.
-        `instruction` is inserted unchanged: see `caption_instruction`.
+        `instruction` is inserted unchanged; see `caption_instruction`.
 
         Raises: RequestError for blank text.
         """
@@ -128,7 +128,7 @@ def _caption(fields: dict[str, Json]) -> dict[str, Json]:
 
 
 def _known_fields(item: Json) -> Json:
-    """One entry of a client's complete caption without unknown names, in the client's order."""
+    """An entry of a client's complete caption without unknown names, in the client's order."""
     if not isinstance(item, dict):
         return item
     known = {key: value for key, value in item.items() if key in _CAPTION_KEYS}

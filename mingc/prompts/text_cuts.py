@@ -1,4 +1,4 @@
-"""Places at which a text can be cut so that its parts, tokenized one by one, have the token ids of the whole text."""
+"""Finds places to cut a text such that its parts, tokenized one by one, have the token ids of the whole text."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _CUTS = {
 
 
 def find_cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    r"""The pattern whose matches end where a text of `tokenizer` can be cut; None when no such place is known.
+    r"""The pattern whose matches end where a text of `tokenizer` can be cut; None when no place is known.
 
-    The configuration has to be one that is proven here: a known way of splitting a text into words, where each word is
-    tokenized alone, without normalization or with NFC.
+    The proof holds for known ways of splitting a text into words, if each word is tokenized alone, without
+    normalization or with NFC:
 
     - No match of the known expressions contains both characters around a cut, so every text has a word boundary there.
-    - They look back at nothing, so what follows a cut is split as if it were the whole text.
-    - Before a cut they see a character that continues no match and satisfies no lookahead that the end of the text does
-      not: the end of the text has the same effect. A run of whitespace, of which they look for the end (`\s+(?!\S)`),
-      never reaches a cut.
+    - The expressions look back at nothing, so the text after a cut is split as if it were the whole text.
+    - The character after a cut continues no match and satisfies no lookahead that the end of the text does not, so the
+      end of the text has the same effect. A run of whitespace, whose end they look for (`\s+(?!\S)`), never reaches a
+      cut.
     - NFC combines none of the characters after a cut with an earlier one.
 
-    Added tokens must not contain a cut or depend on what is around them.
+    Added tokens must not contain a cut or depend on the text around them.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     words = Tokenizer(models.BPE())  # without the vocabulary, which takes long to write
@@ -74,10 +74,10 @@ def find_cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def blocks(text: str, cut: re.Pattern[str] | None, size: int) -> Iterator[str]:
-    """The parts of `text` between cuts, each but the last the shortest one of at least `size` characters.
+    """The parts of `text` between cuts: the shortest with at least `size` characters; the last may be shorter.
 
     Texts with a common beginning have common first blocks: the length of a block depends on nothing after the character
-    that follows it. Without `cut`, the whole text.
+    that follows it. Without `cut`, the whole text is one block.
     """
     start = 0
     if cut is not None:

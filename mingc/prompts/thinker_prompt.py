@@ -26,8 +26,8 @@ class ThinkerPrompt:
         embed_kind: (T,) int64: 0 word embedding, 1 vision embedding, 2 audio embedding.
         media_embeds: (M, D), one row per token whose `embed_kind` is not 0, in order; None without media, and until
             the encoders have run.
-        media_ids: (M, W) uint8, the origin of each of these embeddings: a hash of the medium and the position in it.
-            None: not known, so no other request can share results that depend on it.
+        media_ids: (M, W) uint8, the origin of these embeddings: a hash of the medium and the position in it. None:
+            unknown, so no other request can share results that depend on them.
     """
 
     input_ids: NDArray[np.int64]

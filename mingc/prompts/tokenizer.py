@@ -11,14 +11,15 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from mingc.errors import IntegrityError
+from mingc.artifacts.artifact import Artifact
+from mingc.errors import ArtifactError, IntegrityError
 from mingc.prompts.text_cuts import blocks, find_cut_pattern
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
 _MIN_CACHED_CHARACTERS = 256  # shorter blocks are tokenized in tens of microseconds: not worth an entry
-_BLOCK_CHARACTERS = 512  # a text that differs in its last characters tokenizes about as many anew
+_BLOCK_CHARACTERS = 512  # about so many are tokenized anew if a text differs in its last characters
 
 
 class TextTokenizer:
@@ -29,7 +30,7 @@ class TextTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._source = source
-        # The same vocabulary (shared, not copied) without added tokens: nothing a client types becomes one.
+        # The same vocabulary (shared, not copied) without added tokens, so that no text of a client becomes one.
         self._plain = Tokenizer(tokenizer.model)
         self._plain.normalizer = tokenizer.normalizer
         self._plain.pre_tokenizer = tokenizer.pre_tokenizer
@@ -54,11 +55,11 @@ class TextTokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Length of the longest token in characters; in bytes for byte tokens."""
+        """Length of the longest token in characters (byte tokens: in bytes)."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens in it are recognised. For templates, never for text of a client."""
+        """Token ids of `text`, in which special tokens are recognised. For templates, never for text of a client."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -68,7 +69,7 @@ class TextTokenizer:
         return ids
 
     def cached_encoder(self, max_characters: int, *, parse_special_tokens: bool) -> CachedEncoder:
-        """`encode` or `encode_plain`, which keeps the token ids of `max_characters` of recent texts."""
+        """`encode` or `encode_plain` with a cache: it keeps the token ids of `max_characters` of recent texts."""
         if parse_special_tokens:
             return CachedEncoder(self.encode, max_characters, find_cut_pattern(self._tokenizer))
         return CachedEncoder(self.encode_plain, max_characters, find_cut_pattern(self._plain))
@@ -84,20 +85,28 @@ class TextTokenizer:
             raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
         return int(found)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new detokenizer for one answer."""
-        return Detokenizer(self)
+
+def load_tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
+    """The tokenizer of `stage`. Raises: ArtifactError when the artifact has none."""
+    file = artifact.manifest.tokenizers.get(stage)
+    if file is None:
+        raise ArtifactError(
+            f"the artifact has no tokenizer of the {stage}",
+            where="manifest.json",
+            fix="export again from a checkpoint with tokenizers; mingc probe needs none",
+        )
+    return TextTokenizer.from_file(artifact.path(file))
 
 
 class CachedEncoder:
-    """`encode`, which remembers long texts: a document that is asked about again, or the earlier turns of a chat.
+    """`encode` with a memory of long texts: a document that is asked about again, or the earlier turns of a chat.
 
-    A text is tokenized and kept in blocks that end at matches of `cut` (`find_cut_pattern`), so a text that begins like
-    an earlier one is tokenized only from the first block that differs. With None a text is one block, which only an
+    Texts are tokenized and kept in blocks that end at matches of `cut` (`find_cut_pattern`), so a text that begins like
+    an earlier one is tokenized only from the first block that differs. Without `cut` a text is one block, which only an
     equal text uses again.
 
-    Blocks of at most `max_characters` together are kept, the most recently used ones; for n characters and m tokens
-    about n to 4 n + 4 m bytes, and 300 bytes a block. A short last block is not kept. Thread-safe.
+    The most recently used blocks are kept, at most `max_characters` together. n characters with m tokens take n to
+    4 n + 4 m bytes, and a block 300 bytes. A short last block is not kept. Thread-safe.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ class CachedEncoder:
         return ids
 
     def _encode_block(self, block: str) -> Sequence[int]:
-        """The token ids of `block`, shared by all callers: read only."""
+        """The token ids of `block`. All callers share them, so nobody may write to them."""
         if len(block) < _MIN_CACHED_CHARACTERS:
             return self._encode(block)
         with self._lock:
@@ -147,8 +156,8 @@ class CachedEncoder:
 class Detokenizer:
     """Incremental detokenizer of one answer.
 
-    The concatenated pieces equal `decode` of all ids. A character whose bytes span several tokens is returned whole,
-    with the last of them.
+    The concatenated pieces equal `decode` of all ids. If the bytes of a character span several tokens, the last of them
+    returns the character.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -158,7 +167,7 @@ class Detokenizer:
         self._shown = 0  # characters of the window's text already returned
 
     def push(self, token_id: int) -> str:
-        """The text completed by this id: "" for an incomplete character or a special token."""
+        """The text that this id completes: "" for an incomplete character or a special token."""
         self._window.append(token_id)
         self._window_text = self._tokenizer.decode(self._window)
         # An incomplete character decodes to exactly one U+FFFD at the end.

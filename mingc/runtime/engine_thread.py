@@ -1,4 +1,4 @@
-"""Engine thread: base of the thinker and talker loops. Owns a scheduler and a worker and runs step after step."""
+"""Engine thread: base of the encoder, thinker and talker loops, which run step after step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("mingc.engine")
 class EngineThread(ABC):
     """Runs `_step` in a thread until it is stopped or fails.
 
-    Other threads call `post`, whose actions run between steps, and methods of the subclass that use the scheduler under
-    `_lock`. The lock is never held while an engine runs.
+    Other threads call `post`, whose actions run between steps, and methods of the subclass that hold `_lock`. The lock
+    is never held while an engine runs.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,7 +67,7 @@ class EngineThread(ABC):
     @property
     @abstractmethod
     def held(self) -> dict[str, int]:
-        """Resources that requests hold at present, by kind: all 0 when there are none."""
+        """Resources that requests hold at present, by kind: all 0 without requests."""
 
     @abstractmethod
     def _step(self) -> bool:
@@ -114,7 +114,7 @@ class EngineThread(ABC):
                 else:
                     is_busy = self._step()
             except Exception as error:
-                # Failed engine calls are handled per request by `_step`, so the bookkeeping itself is broken.
+                # `_step` handles failed engine calls per request, so the bookkeeping itself is broken.
                 log.exception("the %s loop failed", self._name)
                 self.fail(WorkerError(f"the {self._name} failed: {error}"))
                 is_busy = True

@@ -1,4 +1,4 @@
-"""KV cache bookkeeping: which request owns which pages and slots. The tensors are in the workers; imports no torch.
+"""KV cache bookkeeping: which request owns which pages and slots. The workers hold the tensors; imports no torch.
 
 Page 0 and slot 0 are never allocated: padding rows of a batch write there.
 """
@@ -20,7 +20,7 @@ class PagePool:
         num_pages: pages of the state tensors, including page 0.
 
     Attributes:
-        num_evicted: published pages that were given to other requests.
+        num_evicted: how many published pages were given to other requests.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -57,17 +57,17 @@ class PagePool:
     def has_room(self, num_tokens: int, keys: Sequence[bytes] = ()) -> bool:
         """Whether `allocate` would succeed now."""
         if self.pages_for(num_tokens) - len(keys) > self.num_free:
-            return False  # however many are shared: a request at the head of the queue asks at every step
+            return False  # however many are shared; saves the search, as the head of the queue asks at every step
         shared = self._find(keys)
-        # Shared pages without an owner are free, and would no longer be.
+        # Shared pages without an owner count as free now, and would not then.
         num_left = self.num_free - sum(page in self._idle for page in shared)
         return self.pages_for(num_tokens) - len(shared) <= num_left
 
     def allocate(self, owner: int, num_tokens: int, keys: Sequence[bytes] = ()) -> int | None:
         """Allocate pages for `num_tokens` tokens to `owner`, which must have none.
 
-        The first ones are the published pages of the leading `keys`, at most one for each, up to the first key without
-        a page. Returns their number; None, without any change, if too few pages are free.
+        Its first pages are the published pages of the leading `keys`, up to the first key without a page. Returns their
+        number; None, without any change, if too few pages are free.
         """
         assert owner not in self._owned, f"request {owner} already has pages"
         if not self.has_room(num_tokens, keys):
@@ -107,10 +107,10 @@ class PagePool:
         return len(shared)
 
     def publish(self, owner: int, keys: Sequence[bytes], first: int = 0) -> None:
-        """Let later prompts share pages of `owner`: number `first` and following, with the keys `keys[first:]`.
+        """Let later prompts share the pages of `owner` from number `first` on, under the keys `keys[first:]`.
 
-        All their rows must be written, or be written by steps that run before those of any later request. A key that
-        has a page already keeps it.
+        All their rows must be written, or be written by steps that run before the steps of any later request. A key
+        that already has a page keeps it.
         """
         for page, key in zip(self.pages(owner)[first:], keys[first:], strict=False):
             if page not in self._keys and key not in self._published:
@@ -129,7 +129,7 @@ class PagePool:
 
     def free(self, owner: int) -> None:
         """Free all pages of `owner`; does nothing if it has none."""
-        for page in reversed(self._owned.pop(owner, [])):  # of published ones, the last are given away first
+        for page in reversed(self._owned.pop(owner, [])):  # so the last published pages are given away first
             num_owners = self._num_owners.get(page, 1) - 1
             if num_owners:
                 self._num_owners[page] = num_owners
@@ -174,7 +174,7 @@ class PagePool:
         self._num_owners[page] = self._num_owners.get(page, 0) + 1
 
     def _take(self) -> int:
-        """A page to write to: one without content, or the least recently used published one."""
+        """A page to write to: without content, or else the least recently used published one."""
         if self._free:
             return self._free.pop()
         page, _ = self._idle.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Counter-based noise for speech: a request's seed gives the same numbers in any batch and slot. Imports no torch."""
+"""Counter-based noise for speech: a seed gives a request the same numbers in any batch and slot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_STREAM = 2  # second word of the key; the sampler of text uses another
+_STREAM = 2  # second word of the key; the sampler of text uses 1
 _START, _DIFFUSION = 0, 1  # third word of the counter
 
 
 def random_seed() -> int:
-    """A random seed, for a request without one."""
+    """A random seed for a request that has none."""
     return secrets.randbits(63)
 
 
@@ -51,7 +51,7 @@ class PhiloxNoise:
 
 @dataclass(frozen=True, slots=True)
 class ShiftedNoise:
-    """The noise of the segments from `first_segment` on, for a part of a request that is generated separately."""
+    """The noise of the segments from `first_segment` on, for a part of a request that another service generates."""
 
     noise: NoiseSource
     first_segment: int
@@ -64,7 +64,7 @@ class ShiftedNoise:
 
 
 class _Generator(threading.local):
-    """A generator for each thread, whose state is set for every draw: making one takes as long as a small draw."""
+    """One generator per thread, whose state every draw sets: making a generator takes as long as a small draw."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)

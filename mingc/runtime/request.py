@@ -21,11 +21,11 @@ MIN_TEMPERATURE = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Sampling of text tokens and the end of an answer. Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
-    off.
+    """Sampling of text tokens and the end of an answer.
 
-    An answer ends at the model's own stop tokens, unless `ignore_eos`, and at `stop_token_ids`. None of them is
-    sampled, and no stop string ends the answer, before it has `min_tokens` tokens.
+    Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. An answer ends at the model's stop tokens,
+    unless `ignore_eos`, and at `stop_token_ids`. Before it has `min_tokens` tokens, none of them is sampled and no stop
+    string ends it.
     """
 
     max_tokens: int = 2048
@@ -42,7 +42,7 @@ class SamplingParams:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sampled at random; otherwise each is the most likely one."""
+        """Whether tokens are sampled at random; otherwise the most likely token is taken."""
         return self.temperature >= MIN_TEMPERATURE and self.top_k != 1
 
 
@@ -63,7 +63,7 @@ class SpeechParams:
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
-    `is_live`: the speech is played while it is generated, so it need not be generated faster.
+    `is_live`: the client plays the speech while it is generated, so it need not be generated faster.
     """
 
     request_id: str
@@ -87,7 +87,7 @@ class SpeechRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of a request. `cached_tokens`: how many of `prompt_tokens` the prefix cache held."""
+    """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -100,7 +100,7 @@ class Usage:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None for text that completes an answer without a new token.
+    `token` is None if the text completes an answer without a new token.
     """
 
     text: str
@@ -113,7 +113,7 @@ class AudioDelta:
 
     Attributes:
         samples: (n,) float32 mono in [-1, 1] at the artifact's sample rate.
-        is_segment_end: whether its segment ends with this patch.
+        is_segment_end: whether the segment ends with this patch.
         is_capped: whether the segment ends because of its cap and not by the stop rule.
     """
 
@@ -124,7 +124,7 @@ class AudioDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextDone:
-    """The text is complete; speech may follow."""
+    """The text of the answer is complete; speech may follow."""
 
     finish_reason: FinishReason
 
@@ -134,8 +134,8 @@ class Done:
     """Last event of a request.
 
     `timings_ms`: milliseconds from arrival to named moments: `preprocessing` (a thread takes the request), `prepared`
-    (media decoded, prompt tokenized), `encoded`, `prefill` (it begins), `first_token`, `first_segment` (handed to the
-    talker), `first_audio`, `text_done`, `done`.
+    (media are decoded, the prompt is tokenized), `encoded`, `prefill` (it begins), `first_token`, `first_segment` (the
+    talker gets it), `first_audio`, `text_done`, `done`.
     """
 
     finish_reason: FinishReason
@@ -146,6 +146,23 @@ class Done:
 Event = TextDelta | AudioDelta | TextDone | Done
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorder:
+    """Values of one request that no client gets; verification passes a recorder with its request.
+
+    The engine threads add each value before the event of its token or patch.
+
+    Attributes:
+        logits: (V,) float32 that each token of the answer was sampled from.
+        latents: (p, latent) float32 that each patch was decoded from.
+        stop_probabilities: what the stop rule compared with its threshold, for each patch.
+    """
+
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    latents: list[NDArray[np.float32]] = field(default_factory=list)
+    stop_probabilities: list[float] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceInfo:
     """Name, abilities and limits of the served artifact. Clients may also call it by one of the `aliases`."""
@@ -154,21 +171,19 @@ class ServiceInfo:
     sample_rate: int
     voices: tuple[str, ...]
     default_voice: str | None
-    has_text: bool  # thinker present: chat works
+    has_text: bool  # the artifact has a thinker, so chat works
     has_image: bool
     has_video: bool
     has_audio_input: bool
     has_speech: bool
     max_model_len: int | None = None  # tokens of one prompt and its answer; None without a thinker
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
-    all_reduce: str | None = (
-        None  # all-reduce algorithm of the thinker's ranks, and the reason; None for one rank
-    )
+    all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
     aliases: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the model; the first stands in responses."""
+        """All names of the model; responses have the first."""
         return (self.model, *self.aliases)
 
 
@@ -176,8 +191,8 @@ class ServiceInfo:
 class MemoryUse:
     """Bytes that one part of a running model has allocated on one device.
 
-    `device`: `cpu`, `cuda:N`, or `host` for memory of the host beside a model on any device. `owner`: the weights of a
-    stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, which is a limit.
+    `device`: `cpu`, `cuda:N`, or `host` for host memory that does not depend on the device of the model. `owner`: the
+    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, whose bytes are a limit.
     """
 
     device: str
@@ -189,14 +204,13 @@ class MemoryUse:
 class ServiceLoad:
     """Load of a running model.
 
-    `kv_pages_used` and `kv_pages_total` count the thinker's KV pages, 0 without a thinker. `num_waiting`: by engine,
-    chats that wait for the thinker and requests whose next speech segment waits for the talker. Counted since the
-    start: prompt tokens that were computed (`prefilled_tokens`) or not (`reused_tokens`), pages of the prefix cache
-    that were given to other requests (`evicted_pages`), and images, videos and clips that were not encoded again
-    (`encoder_hits`) or were encoded (`encoder_misses`). At present: pages in the prefix cache, those in use included
-    (`cached_pages`), and bytes of cached embeddings (`encoder_cache_bytes`). `listeners`: live speech being generated,
-    by state. `num_underruns`: its patches that were ready after their playback time, since the start. `memory`:
-    allocated at start.
+    At present: the thinker's KV pages (`kv_pages_used`, `kv_pages_total`; 0 without a thinker), the chats that wait for
+    the thinker and the requests whose next speech segment waits for the talker (`num_waiting`, by engine), pages in the
+    prefix cache, also while in use (`cached_pages`), bytes of cached embeddings (`encoder_cache_bytes`), and live
+    speech by state (`listeners`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
+    (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), images, videos and
+    clips that were encoded (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after
+    their playback time (`num_underruns`). `memory` was allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -215,7 +229,7 @@ class ServiceLoad:
 
 
 class Service(Protocol):
-    """Interface of the running model, as the HTTP layer calls it.
+    """Interface of the running model for the HTTP layer.
 
     `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
     and slots at the next step. They raise RequestError before the first event when the request cannot be served,
@@ -230,7 +244,7 @@ class Service(Protocol):
 
     @property
     def load(self) -> ServiceLoad:
-        """The load at this moment; reads counters and waits for no engine thread."""
+        """The load at this moment. Reads counters; waits for no engine thread."""
         ...
 
     def on_failure(self, report: Callable[[ServeError], None]) -> None:
@@ -245,7 +259,7 @@ class Service(Protocol):
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
-        """Refuse new requests, let running ones continue for `shutdown_timeout_s`, fail the rest with WorkerError.
+        """Refuse new requests, let running ones continue for `shutdown_timeout_s`, then fail them with WorkerError.
 
         May be called twice.
         """

@@ -1,8 +1,7 @@
 """Queues from engine threads to the event loop, one per request.
 
-Nothing here blocks an engine. Text is bounded by the request's `max_tokens`. Speech is bounded by the talker, which
-leaves a request out of its batches while `num_pending_patches` is at its limit: a slow client occupies a slot but no
-memory.
+Nothing here blocks an engine. `max_tokens` of a request bounds its text. The talker bounds its speech: it leaves the
+request out of its batches while `num_pending_patches` is at its limit, so a slow client occupies a slot but no memory.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from mingc.runtime.request import AudioDelta, FinishReason
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenItem:
-    """One token of an answer; `token` is None when a stop token ended it. `finish` is set on the last item.
+    """One token of an answer; `token` is None when a stop token ended the answer. The last item has `finish`.
 
-    `reused_tokens`: tokens of the prompt that the prefix cache held. `begun_at`: when the prefill began
+    `reused_tokens`: how many tokens of the prompt the prefix cache held. `begun_at`: when the prefill began
     (`time.perf_counter`).
     """
 
@@ -72,40 +71,39 @@ class EventQueue:
 
 
 class RequestStream:
-    """Items of one request: read on the event loop of `event_queue`, written on any thread."""
+    """Items of one request: read on the event loop of `event_queue`, written on any thread.
+
+    Attributes:
+        is_closed: whether the request has ended; its items are dropped.
+    """
 
     def __init__(self, event_queue: EventQueue) -> None:
         self._event_queue = event_queue
         self._items: deque[Item] = deque()
         self._filled = asyncio.Event()
-        self._is_closed = False
+        self.is_closed = False
         # Each counter has one writing thread, so the difference needs no lock.
         self._patches_put = 0
         self._patches_taken = 0
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the request has ended; its items are dropped."""
-        return self._is_closed
-
-    @property
     def num_pending_patches(self) -> int:
-        """Patches added and not yet taken."""
+        """How many patches were put and not yet taken."""
         return self._patches_put - self._patches_taken
 
     def put(self, item: Item) -> None:
-        """Pass an item on; it is dropped when the request has ended or the event loop is closed."""
-        if self._is_closed:
+        """Pass an item on. Drops it when the request has ended or the event loop is closed."""
+        if self.is_closed:
             return
         if isinstance(item, AudioDelta):
             self._patches_put += 1
         try:
             self._event_queue.put(self, item)
         except RuntimeError:  # the event loop is closed: there is no reader
-            self._is_closed = True
+            self.is_closed = True
 
     async def get(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None after `timeout_s` without one."""
+        """The next item; None if there is none for `timeout_s`."""
         if not self._items:
             self._filled.clear()
             try:
@@ -120,11 +118,11 @@ class RequestStream:
 
     def close(self) -> None:
         """Drop queued and future items."""
-        self._is_closed = True
+        self.is_closed = True
         self._items.clear()
 
     def accept(self, item: Item) -> None:
         """Queue an item for `get`; called by `EventQueue` on the event loop."""
-        if not self._is_closed:
+        if not self.is_closed:
             self._items.append(item)
             self._filled.set()

@@ -1,8 +1,8 @@
-"""Numbers of several parts to Chinese words: dates, times, decimals, fractions, versions, addresses, phones, sums.
+"""Reads numbers of several parts in Chinese: dates, times, decimals, fractions, versions, addresses, phones, sums.
 
-A compound is digits joined by marks without spaces (`10:30`, `2024-05-01`). Each matching reading gives a score; the
-highest wins. Source: `score_digits` of the classes in the official `talker_tn/re_utils`. Text between two compounds is
-not considered here.
+A compound is digits joined by marks without spaces (`10:30`, `2024-05-01`). Every reading that matches has a score, and
+the highest score wins. Text between two compounds is not considered here. Source: `score_digits` of the classes in the
+official `talker_tn/re_utils`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Compound:
     kind: str
     spoken: str
     score: int
-    digits: str = ""  # of a decimal, which may still combine with a unit
+    digits: str = ""  # the digits of a decimal, which may still combine with a unit
     taken_after: int = 0
 
 
-# Arguments: digits and marks in turn, with digits at both ends; the text before and after the compound.
+# A reader takes digits and marks in turn, with digits at both ends, and the text before and after the compound.
 _Reader = Callable[[list[str], str, str], Compound | None]
 
 
 def read_compound(parts: list[str], before: str, after: str) -> Compound | None:
-    """The reading of `parts` with the highest score, or None (then it may be a range, or stays unread)."""
+    """The reading of `parts` with the highest score. Without one, the compound may be a range, or stays unread."""
     if len(parts) < 3:
         return None
     candidates = [compound for reader in _READERS if (compound := reader(parts, before, after))]
@@ -60,7 +60,7 @@ def read_compound(parts: list[str], before: str, after: str) -> Compound | None:
 
 
 def split_range(parts: list[str]) -> tuple[list[str], list[str]] | None:
-    """Split a compound without a reading at the range mark nearest to its middle."""
+    """Split a compound that has no reading at the range mark nearest to its middle; None without a range mark."""
     marks = [index for index, part in enumerate(parts) if part in RANGE_MARKS]
     if not marks:
         return None
@@ -137,7 +137,7 @@ def _clock(hour: str, minute: str, second: str = "") -> str:
 
 
 def _sexagesimal(digits: str) -> str:
-    """Read minutes or seconds: a missing or zero first digit is 零 (5 and 05 → 零五)."""
+    """Read minutes or seconds: a first digit that is missing or zero is 零 (5 and 05 → 零五)."""
     if int(digits) == 0:
         return "零"
     return read_cardinal(digits) if len(digits) == 2 and digits[0] != "0" else f"零{read_cardinal(digits)}"

@@ -1,7 +1,7 @@
-"""Second stage of the Chinese normaliser: a shortest-path search over weighted rules for the remaining numbers.
+"""Second stage of the Chinese normaliser: reads the remaining numbers by a shortest-path search over weighted rules.
 
 The official normaliser runs the weighted transducers of WeTextProcessing (`tn/chinese/rules`) here. This module
-searches the same rules and weights directly, as far as they change a text. Keeping a character costs the most, so a
+searches the same rules and weights directly, as far as they change a text. To keep a character costs the most, so a
 number is read wherever a rule matches it.
 
 Readings differ from the first stage: 10012 is 一万零一十二 here and 一万十二 in `chinese_numerals.read_cardinal`.
@@ -148,7 +148,7 @@ def _measures(text: str, start: int, *, multiplied: bool) -> Iterator[_Match]:
 
 
 def _second_of_months(words: str) -> str:
-    """Restore 二 before 两, 月 and 号, at the start of a measure and as the whole second number of a range."""
+    """Restore 二 before 两, 月 and 号 at the start of a measure, and where it is the whole second number of a range."""
     if words[:2] in ("两两", "两月", "两号"):
         words = "二" + words[1:]
     if words.endswith(("到两两", "到两月", "到两号")):
@@ -267,7 +267,7 @@ def _single_dates(text: str, start: int) -> Iterator[_Match]:
 
 _TIME = re.compile(
     r"(?P<hour>0\d|1\d|2[0-4]|[1-9])[:：](?P<minute>[0-5]\d)(?:[:：](?P<second>[0-5]\d))?"
-    r" ?(?P<noon>[ap]m|[AP]M|[ap] m|[AP] M|[ap]\.m\.)?",  # the space is dropped without such a word too
+    r" ?(?P<noon>[ap]m|[AP]M|[ap] m|[AP] M|[ap]\.m\.)?",  # a space is dropped even without this word
     re.ASCII,
 )
 
@@ -370,7 +370,7 @@ def _whitelisted(text: str, start: int) -> Iterator[_Match]:
             yield start + len(word), spoken
 
 
-# Costs are hundredths of the grammar's weights: integer sums are exact, so ties stay ties.
+# Costs are hundredths of the weights of the grammar: integer sums are exact, so ties stay ties.
 _KEPT_CHARACTER_COST = 100_00
 _MULTIPLIER_COST = 10
 _RULES: tuple[tuple[int, _Rule], ...] = (
@@ -397,7 +397,7 @@ def verbalize_remaining_numbers(text: str) -> str:
 
 
 def _cheapest_reading(text: str) -> str:
-    """Spoken form of `text` along the path of lowest cost."""
+    """The spoken form of `text` along the path of lowest cost."""
     # best[i]: cost of text[:i], start of its last match, spoken form of that match.
     best: list[tuple[int, int, str] | None] = [(0, 0, ""), *[None] * len(text)]
 

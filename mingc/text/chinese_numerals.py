@@ -1,4 +1,4 @@
-"""Digits to Chinese words: cardinals, digit by digit, and digit by digit with 幺 for 1.
+"""Reads digits in Chinese: as cardinals, digit by digit, or digit by digit with 幺 for 1.
 
 Callers choose the reading; units and context are not considered here.
 """

@@ -1,8 +1,8 @@
-"""First stage of the Chinese normaliser: numbers to words by their context, with regular expressions.
+"""First stage of the Chinese normaliser: reads numbers by their context, with regular expressions.
 
-The text becomes a list of pieces (text, marks, digits). Compounds and then single numbers turn into readings by their
-neighbours; last, marks between readings become 至, 负 or 大约. A number without a matching rule stays as digits for the
-second stage (`chinese_grammar.py`). Source: the official `talker_tn/talker_re.py` and `re_utils`.
+The text becomes a list of pieces (text, marks, digits). First compounds and then single numbers become readings by
+their neighbours; last, marks between readings become 至, 负 or 大约. A number that matches no rule stays as digits for
+the second stage (`chinese_grammar.py`). Source: the official `talker_tn/talker_re.py` and `re_utils`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOKEN = re.compile(
     rf"(?P<compound>\d+(?:{_MARKS}\d+)+)|(?P<digits>\d+)|(?P<mark>{_MARKS})|(?P<text>[^\d{_MARK_CHARACTERS}]+)"
 )
 _PART = re.compile(r"\d+|\D+")
-_LONGEST_WORD = 8  # of the trigger words beside a number
+_LONGEST_WORD = 8  # no trigger word next to a number is longer
 
 _Kind = Literal["text", "mark", "digits", "decimal", "reading"]
 _CODE = re.compile(r"[A-Z0-9-]+")
@@ -53,11 +53,11 @@ _PROPER_NAME = re.compile(
 
 @dataclass(kw_only=True, slots=True)
 class _Piece:
-    """A part of the text. `text` is the unread remainder; a reading also has words and the kind of thing they name."""
+    """A part of the text. `text` is the unread remainder; a reading also has words, and the kind that they name."""
 
     kind: _Kind
     text: str = ""
-    named: str = ""  # date, time, money, count_before, …: two of the same name can form a range
+    named: str = ""  # date, time, money, count_before, …: two readings of the same kind can form a range
     prefix: str = ""
     number: str = ""
     suffix: str = ""
@@ -344,7 +344,7 @@ _RULES: tuple[Callable[[list[_Piece], int], bool], ...] = (
     _list_number,
 )
 
-# Readings that form ranges only with their own kind; readings that also take a sign or a plain number before them.
+# Kinds that form ranges only with the same kind, and kinds that also take a sign or a plain number before them.
 _JOINED_BY_KIND = frozenset({"date", "time", "ip"})
 _MEASURED = frozenset({"decimal", "fraction", "money", "count", "count_before", "percent"})
 

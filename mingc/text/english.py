@@ -1,4 +1,4 @@
-"""English normaliser: numbers, money, units, fractions, percentages, ordinals and versions to words.
+"""English normaliser: spells numbers, money, units, fractions, percentages, ordinals and versions.
 
 Source: the official `front/number_en.py` (`normalize_numbers`), and `inflect` for the spelling. The order of the rules
 is part of the behaviour. Abbreviations, dates and clock times are not expanded. Chinese text is not handled here.

@@ -1,8 +1,8 @@
-"""Live segmentation: cut the text deltas of a running answer into segments for the talker.
+"""Live segmentation: cuts the text deltas of a running answer into segments for the talker.
 
 The first segment ends with a clause after a short wait, so that speech starts early; later segments end with a
-sentence; all have a maximum length. Segments are raw text with the state of the streaming cut: pass both to
-`speech_segments`.
+sentence. All segments have a maximum length. They are raw text with the state of the streaming cut: pass both to
+`iter_speech_segments`.
 
 Cuts do not change the spoken words: none is next to a digit, and a cut inside a fragment of the streaming cut keeps the
 language in which its numbers are read.
@@ -34,17 +34,17 @@ _INITIALS = re.compile(r"\w\.\w.\Z")
 _MAY_GO_ON = re.compile(r"\d\Z|(?<!\w)[A-Za-z]\Z")
 _TITLE = re.compile(r"[A-Z][a-z]\.\Z")
 _DIGIT = re.compile(r"\d")
-# The beginning of a link or address and the rest of it, and the characters that go on with it behind a mark.
+# A link or address, with its beginning and its rest, and the characters that continue it after a mark.
 _LINK = re.compile(rf"(?:(?<![a-zA-Z])[a-zA-Z]+://|(?<!\w)www(?!\w)|\w@)(?P<rest>[^\s{_WIDE}]*)")
 _IN_LINK = re.compile(r"[a-zA-Z0-9/=&_%#-]")
-# Markup that is removed up to its counterpart, and words that change how later numbers are read.
+# Markup that is removed up to its counterpart, and words that change the reading of later numbers.
 _LONG_CONTEXT = re.compile(r"[$`\[]|版本|SN|sn|序列")
 _NUMBER_CONTEXT = 8  # characters between a number and a cut without a mark, so that it keeps its unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveSegment:
-    """Raw text of one segment, and the state of the streaming cut at its start."""
+    """The raw text of one segment, and the state of the streaming cut at its start."""
 
     text: str
     state: FragmentState
@@ -95,7 +95,7 @@ class LiveSegmenter:
         return segments + self.tick()
 
     def tick(self) -> list[LiveSegment]:
-        """Return the first segment once it has waited long enough; later segments wait until they are complete."""
+        """Return the first segment if it has waited long enough; later segments wait until they are complete."""
         if self._num_segments or self._started_s is None:
             return []
         if self._clock() - self._started_s < self._first_wait_s:
@@ -147,7 +147,7 @@ class LiveSegmenter:
         return marks.end() if marks else end
 
     def _sentence_ends(self, limit: int) -> Iterator[int]:
-        # Once for all marks: long text without spaces has many.
+        # Links are found once for all marks, of which a long text without spaces has many.
         links = [match.span("rest") for match in _LINK.finditer(self._buffer)]
         for match in _SENTENCE_END.finditer(self._buffer, 0, limit):
             if self._ends_sentence(match, links) and self._keeps_words(match.start(), match.end()):

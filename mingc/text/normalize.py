@@ -1,4 +1,4 @@
-"""Text normalisation for the talker: clean-up, then numbers to words.
+"""Text normalisation for the talker: cleans a text up, then reads its numbers.
 
 Source: the official `talker_tn/talker_tn.py`, `talker_tn/talker_pre_processor.py` and the loop of
 `omni_audio_generation`. The official English grammar is missing from the reference, so English text is only expanded
@@ -19,7 +19,7 @@ _CHINESE = re.compile("[一-鿿]")
 _CLEANUP_STEPS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\$\$.*?\$\$|\$.*?\$", re.DOTALL), ""),  # formulas
     (re.compile(r"(?:https?://|www\.)[a-zA-Z0-9./?=&_:-]+"), ""),  # links
-    # Inline code comes first: it removes the fences of a code block in pairs, and the block with them.
+    # Inline code; it removes the fences of a code block in pairs, and the block with them.
     (re.compile(r"`.*?`", re.DOTALL), ""),
     (re.compile(r"!\[.*?\]\(.*?\)"), ""),  # images
     (re.compile(r"(?<=\d),(?=\d{3})"), ""),  # 1,234
@@ -53,9 +53,9 @@ def normalize_text(text: str, *, in_chinese: bool = False) -> str:
 
 
 def normalize_fragment(text: str, *, in_chinese: bool = False) -> str:
-    """Spoken form of one fragment of a segmented text: the input of the acoustic model.
+    """The spoken form of one fragment of a segmented text: the input of the acoustic model.
 
-    `in_chinese`: `text` continues a fragment with Chinese, so its numbers are read in Chinese in any case.
+    `in_chinese`: `text` continues a fragment with Chinese, so its numbers are always read in Chinese.
     """
     if not (in_chinese or has_chinese(text)):
         text = expand_english_numbers(text)

@@ -1,8 +1,8 @@
-"""Text segmentation for the talker: cut a text, whole or streamed, into fragments that are spoken one by one.
+"""Text segmentation for the talker: cuts a text, whole or streamed, into fragments that are spoken one by one.
 
-Source: the official `omni_audio_generation` loop, `front/toolkit.py` and `front/text_segment_cut.py`. A streaming cut
-at punctuation is followed by a cut by semantic length. Both work on the raw text; numbers are verbalized afterwards,
-fragment by fragment.
+A streaming cut at punctuation comes first, then a cut by semantic length. Both work on the raw text; numbers are read
+afterwards, fragment by fragment. Source: the official `omni_audio_generation` loop, `front/toolkit.py` and
+`front/text_segment_cut.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from mingc.text.normalize import has_chinese, normalize_fragment
 
 MAX_FRAGMENT_LENGTH = 50
-MIN_TAIL_LENGTH = 5
-_MAX_CHARACTERS = 600  # normalised at once: number patterns take up to cubic time
+_MIN_TAIL_LENGTH = 5
+_MAX_CHARACTERS = 600  # longer texts are normalised in parts, because number patterns take up to cubic time
 _MIN_FIRST_ELEMENTS = 12
 _MIN_LATER_ELEMENTS = 8
 
@@ -25,7 +25,7 @@ _SPEAKABLE = re.compile("[a-zA-Z一-鿿1-9]")
 _ENDS_IN_CHINESE = re.compile("[一-鿿]$")
 _CUT_MARKS = "！？。，!?"
 
-# Placeholder of a dot inside a number or an abbreviation; counts as a word, as in the reference.
+# Placeholder of a dot inside a number or an abbreviation. It counts as a word, as in the reference.
 _DOT = "\ue000"
 _WORD = re.compile(rf"[a-zA-Z]+|[一-龥]|{_DOT}")
 _UNIT = re.compile(rf"{_DOT}|[a-zA-Z]+|[一-龥]|[^a-zA-Z一-龥{_DOT}]+")
@@ -39,7 +39,7 @@ _WIDE_MARKS = str.maketrans(".!?,", "。！？，")
 class FragmentState:
     """State of the streaming cut at a place in a text, from which another text can continue.
 
-    `num_elements`: elements of the open fragment so far. `has_chinese`: whether it contains Chinese. `has_spoken`:
+    `num_elements`: how many elements the open fragment has. `has_chinese`: whether it contains Chinese. `has_spoken`:
     whether a fragment has been completed.
     """
 
@@ -91,23 +91,14 @@ class Fragmenter:
         return self._num_before + len(self._buffer) >= minimum
 
 
-def speech_segments(
-    text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
-) -> list[str]:
-    """Normalised input strings of the acoustic model, in order.
-
-    A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
-    the two can be cut at different places. `state` is that at the end of the preceding text, if any.
-    """
-    return list(iter_speech_segments(text, max_length, state=state))
-
-
 def iter_speech_segments(
     text: str | Iterable[str], max_length: int = MAX_FRAGMENT_LENGTH, *, state: FragmentState | None = None
 ) -> Iterator[str]:
-    """Yield the strings of `speech_segments`, each as soon as its deltas have been read.
+    """Yield the normalised input strings of the acoustic model, in order, as soon as their deltas have been read.
 
-    Fragments that normalise to nothing, such as links, are skipped.
+    A `str` is read character by character, an iterable of deltas element by element (words, numbers, ideographs), so
+    the two can be cut at different places. `state` is the state at the end of the preceding text, if any. Fragments
+    that normalise to nothing (links) are skipped.
     """
     for index, fragment in enumerate(iter_fragments(text, max_length, state=state)):
         in_chinese = index == 0 and state is not None and state.has_chinese
@@ -132,7 +123,7 @@ def iter_fragments(
 
 
 def _short_pieces(fragment: str) -> Iterator[str]:
-    """Split an overlong fragment after spaces: digits and marks have no semantic length, so it may be unbounded."""
+    """Split an overlong fragment after spaces. Digits and marks have no semantic length, so it may be unbounded."""
     while len(fragment) > _MAX_CHARACTERS:
         end = fragment.rfind(" ", 0, _MAX_CHARACTERS) + 1 or _MAX_CHARACTERS
         yield fragment[:end]
@@ -155,7 +146,7 @@ def _ends_clause(element: str, buffer: list[str]) -> bool:
 
 
 def _append_line_end(buffer: list[str], element: str) -> None:
-    """Append a line end to the buffer: a comma after Chinese, nothing audible after English."""
+    """Append a line end to the buffer: as a comma after Chinese, as nothing audible after English."""
     if not buffer:
         return
     if has_chinese("".join(buffer)):
@@ -172,13 +163,11 @@ def semantic_length(text: str) -> int:
     return len(_WORD.findall(text))
 
 
-def cut_by_length(
-    text: str, max_length: int = MAX_FRAGMENT_LENGTH, min_tail: int = MIN_TAIL_LENGTH
-) -> list[str]:
+def cut_by_length(text: str, max_length: int = MAX_FRAGMENT_LENGTH) -> list[str]:
     """Cut `text` into fragments of at most `max_length` semantic units, at sentence and clause marks where possible.
 
     A short text is one fragment; a longer one gets full-width `。！？，`. White space between fragments is dropped or
-    becomes one space. A text of ASCII punctuation and white space only gives no fragment.
+    becomes one space. A text of only ASCII punctuation and white space has no fragment.
     """
     if not _has_content(text):
         return []
@@ -187,8 +176,8 @@ def cut_by_length(
         return [_restore_dots(text)]
     fragments: list[str] = []
     for sentence in _sentences(text.translate(_WIDE_MARKS)):
-        for piece in _pieces(_clauses(sentence), max_length, min_tail):
-            _append_fragment(fragments, piece, max_length, min_tail)
+        for piece in _pieces(_clauses(sentence), max_length):
+            _append_fragment(fragments, piece, max_length)
     return [_restore_dots(fragment) for fragment in fragments]
 
 
@@ -228,13 +217,13 @@ def _clauses(sentence: str) -> list[str]:
     return clauses
 
 
-def _pieces(clauses: list[str], max_length: int, min_tail: int) -> Iterator[str]:
+def _pieces(clauses: list[str], max_length: int) -> Iterator[str]:
     """Join each short clause to the next one and split long clauses."""
     waiting = iter(range(len(clauses)))
     for index in waiting:
         clause = clauses[index]
         length = semantic_length(clause)
-        if length < min_tail and index + 1 < len(clauses):
+        if length < _MIN_TAIL_LENGTH and index + 1 < len(clauses):
             joined = clause + clauses[index + 1]
             if semantic_length(joined) <= max_length:
                 next(waiting)
@@ -259,7 +248,7 @@ def _split_units(clause: str, max_length: int) -> Iterator[str]:
     yield piece
 
 
-def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail: int) -> None:
+def _append_fragment(fragments: list[str], piece: str, max_length: int) -> None:
     """Merge `piece` into the last fragment if both fit, otherwise append it."""
     piece = piece.lstrip("，,:;" + string.whitespace)
     if not _has_content(piece):
@@ -270,7 +259,7 @@ def _append_fragment(fragments: list[str], piece: str, max_length: int, min_tail
         return
     last = fragments[-1]
     # A short tail after a finished sentence is a separate fragment.
-    if last.endswith(tuple(_SENTENCE_MARKS)) and length < min_tail:
+    if last.endswith(tuple(_SENTENCE_MARKS)) and length < _MIN_TAIL_LENGTH:
         fragments.append(piece)
         return
     space = " " if re.match("[a-zA-Z0-9]", piece) and not last.endswith(" ") else ""

@@ -1,4 +1,4 @@
-"""What is spoken of a streamed answer: its text without the thought, cut into the pieces that the talker speaks."""
+"""The spoken part of a streamed answer: its text without the thought, cut into the pieces that the talker speaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from mingc.text.live import LiveSegment, LiveSegmenter
-from mingc.text.segment import speech_segments
+from mingc.text.segment import iter_speech_segments
 from mingc.text.stream_filters import ThoughtFilter
 
 _TICK_S = 0.05  # how often to check whether the first segment has waited long enough
@@ -16,15 +16,15 @@ _TICK_S = 0.05  # how often to check whether the first segment has waited long e
 class SpokenText:
     """Turns the text deltas of one answer into normalised pieces, one per segment of the talker.
 
-    The pieces are computed while they are iterated over; iterate over one result before the next call.
+    Iterating over a result computes the pieces; iterate over one result before the next call.
 
     Args:
-        max_length: longest piece, in the units of `speech_segments`.
-        is_reproducible: the pieces depend on the text alone. Otherwise the first segment has a maximum wait, too.
-        clock: seconds, for this wait.
+        max_length: length of the longest piece, in the units of `iter_speech_segments`.
+        is_reproducible: whether the pieces depend on the text alone; otherwise the first segment has a maximum wait.
+        clock: returns seconds, for this wait.
 
     Attributes:
-        tick_s: seconds without a delta after which to call `tick`; None: never.
+        tick_s: call `tick` after so many seconds without a delta; None: never.
     """
 
     def __init__(
@@ -51,4 +51,4 @@ class SpokenText:
 
     def _pieces(self, segments: Iterable[LiveSegment]) -> Iterator[str]:
         for segment in segments:
-            yield from speech_segments(segment.text, self._max_length, state=segment.state)
+            yield from iter_speech_segments(segment.text, self._max_length, state=segment.state)

@@ -1,4 +1,4 @@
-"""Filters of streamed answer text: stop strings, and the thought block that is not spoken."""
+"""Filters for the text of a streamed answer: stop strings, and the thought block, which is not spoken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to emit, whether a stop string was found). Do not push after a stop string was found."""
+        """Returns the text to emit, and whether a stop string was found; after that, do not push any more."""
         self._held += text
         found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if found:
@@ -55,7 +55,7 @@ class ThoughtFilter:
         self._is_thinking = False
 
     def push(self, delta: str) -> str:
-        """The text that is known to be outside of the thought."""
+        """Returns the text that is certainly outside of the thought."""
         text, self._held = self._held + delta, ""
         if self._is_beginning:
             start = text.lstrip()

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from mingc.artifacts.artifact import open_artifact
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import SamplingParams, TextDelta
+from mingc.runtime.request import Recorder, SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions

@@ -27,8 +27,7 @@ from PIL import Image
 from mingc.media.decoder_pool import DecoderPool
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import Done, SamplingParams, TextDelta
+from mingc.runtime.request import Done, Recorder, SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions

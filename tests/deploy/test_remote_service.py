@@ -29,7 +29,7 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.text.live import LiveSegmenter
-from mingc.text.segment import speech_segments
+from mingc.text.segment import iter_speech_segments
 
 RATE = 100
 USAGE = Usage(prompt_tokens=3, completion_tokens=5)
@@ -239,8 +239,8 @@ def test_pieces_go_on_where_the_streaming_cut_was() -> None:
     segments = [*(live := LiveSegmenter(first_wait_ms=math.inf)).push(text), *live.flush()]
     assert (
         [call.text for call in speech_side.calls]
-        == [piece for each in segments for piece in speech_segments(each.text, 200, state=each.state)]
-        != [piece for each in segments for piece in speech_segments(each.text, 200)]
+        == [piece for each in segments for piece in iter_speech_segments(each.text, 200, state=each.state)]
+        != [piece for each in segments for piece in iter_speech_segments(each.text, 200)]
     )
 
 

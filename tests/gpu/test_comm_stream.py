@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mingc.runtime.distributed.comm_stream import CommStream
 from mingc.runtime.engines.cuda_graphs import GraphPool
+from mingc.runtime.thinker.layers import CommStream
 
 pytestmark = [
     pytest.mark.gpu,

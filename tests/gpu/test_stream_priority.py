@@ -7,10 +7,10 @@ import ctypes
 import pytest
 import torch
 
-from mingc.runtime.distributed.comm_stream import CommStream
 from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.cuda_graphs import GraphPool
 from mingc.runtime.engines.programmatic_launch import _kernel_names
+from mingc.runtime.thinker.layers import CommStream
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -65,7 +66,7 @@ from mingc.runtime.request import (
     TextDelta,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
-from mingc.runtime.service import build_context, builder, chat_builder, preprocessing
+from mingc.runtime.service import build_context, builder, chat_builder, speech_builder
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -267,7 +268,7 @@ def build(
         )
         patch.setattr(build_context, "load_stage", load_stage)
         patch.setattr(
-            preprocessing, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
+            speech_builder, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
         )
         patch.setattr(builder, "check_hashes", lambda artifact: found.hashed.append(artifact.root))
         patch.setattr(torch, "set_num_threads", found.threads.append)
@@ -713,8 +714,9 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     ended: list[str] = []
 
     class Ranks:
-        chunk, num_layer_groups, latency_model = ChunkShape(max_rows=8), 1, None
-        num_pages, state_bytes = 5, 64
+        worker = SimpleNamespace(
+            chunk=ChunkShape(max_rows=8), num_layer_groups=1, latency_model=None, num_pages=5, state_bytes=64
+        )
 
         def __init__(self, *_: object, **__: object) -> None:
             pass

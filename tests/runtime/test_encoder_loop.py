@@ -34,6 +34,16 @@ def embeddings_of(picture: str) -> Tensor:
     )
 
 
+class Name(str):
+    """The features of a picture."""
+
+    __slots__ = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return BYTES * len(self)
+
+
 class Gate:
     """An encoder of names, each call of which waits until the test lets it go on. `broken` names fail.
 
@@ -55,9 +65,6 @@ class Gate:
         if bucket > LARGEST:
             raise RequestError(f"{features} have too many tokens")
         return bucket
-
-    def num_bytes(self, features: str) -> int:
-        return BYTES * len(features)
 
     def encode(self, features: Sequence[str]) -> list[Tensor]:
         self.calls.append(list(features))
@@ -88,11 +95,11 @@ def cache() -> EncoderCache:
 
 
 @pytest.fixture
-def loop(gate: Gate, cache: EncoderCache) -> Iterator[EncoderLoop[str]]:
+def loop(gate: Gate, cache: EncoderCache) -> Iterator[EncoderLoop[Name]]:
     yield from running(EncoderLoop("encoder", gate, cache), gate)
 
 
-def running(loop: EncoderLoop[str], gate: Gate) -> Iterator[EncoderLoop[str]]:
+def running(loop: EncoderLoop[Name], gate: Gate) -> Iterator[EncoderLoop[Name]]:
     loop.start()
     yield loop
     gate.open()
@@ -101,8 +108,8 @@ def running(loop: EncoderLoop[str], gate: Gate) -> Iterator[EncoderLoop[str]]:
     assert loop.held == IDLE and not loop._by_key
 
 
-def submit(loop: EncoderLoop[str], *pictures: str) -> list[Future[Tensor]]:
-    return loop.submit(pictures, [each.encode() for each in pictures])
+def submit(loop: EncoderLoop[Name], *pictures: str) -> list[Future[Tensor]]:
+    return loop.submit([Name(each) for each in pictures], [each.encode() for each in pictures])
 
 
 def check(future: Future[Tensor], picture: str) -> None:
@@ -110,7 +117,7 @@ def check(future: Future[Tensor], picture: str) -> None:
 
 
 def test_the_same_content_is_encoded_once_for_all_that_wait(
-    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+    loop: EncoderLoop[Name], gate: Gate, cache: EncoderCache
 ) -> None:
     """The second request comes while the first one's is encoded; the third one later."""
     (first,) = submit(loop, "a")
@@ -148,7 +155,7 @@ def test_two_encoders_share_a_cache_and_no_entries(cache: EncoderCache) -> None:
 
 
 def test_an_error_is_the_first_requests_and_the_second_tries_again(
-    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+    loop: EncoderLoop[Name], gate: Gate, cache: EncoderCache
 ) -> None:
     gate.broken.add("a")
     (first,) = submit(loop, "a")
@@ -166,7 +173,7 @@ def test_an_error_is_the_first_requests_and_the_second_tries_again(
 
 
 def test_a_request_that_leaves_does_not_take_the_result_from_another(
-    loop: EncoderLoop[str], gate: Gate
+    loop: EncoderLoop[Name], gate: Gate
 ) -> None:
     """Before its call and during it."""
     (first,) = submit(loop, "a")
@@ -179,7 +186,7 @@ def test_a_request_that_leaves_does_not_take_the_result_from_another(
     assert gate.calls == [["a"], ["b"]]
 
 
-def test_a_request_that_leaves_at_any_moment_leaves_no_trace(loop: EncoderLoop[str], gate: Gate) -> None:
+def test_a_request_that_leaves_at_any_moment_leaves_no_trace(loop: EncoderLoop[Name], gate: Gate) -> None:
     """Cancelled while the next call is put together: the same content is encoded for the next request."""
     moments = iter([False, True])
 
@@ -199,7 +206,7 @@ def test_a_request_that_leaves_at_any_moment_leaves_no_trace(loop: EncoderLoop[s
     assert not left.done()
 
 
-def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[str], gate: Gate) -> None:
+def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[Name], gate: Gate) -> None:
     (first,) = submit(loop, "a")
     gate.wait_for_call()
     left, kept = submit(loop, "b", "c")
@@ -229,7 +236,7 @@ def test_what_no_request_waits_for_is_not_encoded(loop: EncoderLoop[str], gate: 
     ],
 )
 def test_what_waits_shares_calls_without_more_padding(
-    waiting: str, calls: str, loop: EncoderLoop[str], gate: Gate
+    waiting: str, calls: str, loop: EncoderLoop[Name], gate: Gate
 ) -> None:
     """Oldest first: nothing overtakes, however large."""
     (first,) = submit(loop, "first")
@@ -241,7 +248,7 @@ def test_what_waits_shares_calls_without_more_padding(
     assert gate.calls == [["first"], *(call.split() for call in calls.split(", "))]
 
 
-def test_a_request_fails_alone(loop: EncoderLoop[str], gate: Gate) -> None:
+def test_a_request_fails_alone(loop: EncoderLoop[Name], gate: Gate) -> None:
     (first,) = submit(loop, "first")
     gate.wait_for_call()
     gate.broken.add("b")
@@ -257,7 +264,7 @@ def test_a_request_fails_alone(loop: EncoderLoop[str], gate: Gate) -> None:
     assert gate.calls == [["first"], ["a", "b", "c", "d"], ["a"], ["b"], ["c"], ["d"]]
 
 
-def test_preprocessing_waits_while_too_many_features_wait(loop: EncoderLoop[str], gate: Gate) -> None:
+def test_preprocessing_waits_while_too_many_features_wait(loop: EncoderLoop[Name], gate: Gate) -> None:
     (first,) = submit(loop, "first")
     gate.wait_for_call()
     submit(loop, 30 * "a", 30 * "b", 10 * "c")  # 70 MiB
@@ -273,7 +280,7 @@ def test_preprocessing_waits_while_too_many_features_wait(loop: EncoderLoop[str]
 
 
 def test_a_preprocessing_thread_that_waits_ends_with_the_loop(gate: Gate) -> None:
-    loop: EncoderLoop[str] = EncoderLoop("encoder", gate)
+    loop: EncoderLoop[Name] = EncoderLoop("encoder", gate)
     loop.start()
     submit(loop, "first")
     gate.wait_for_call()
@@ -297,7 +304,7 @@ def test_a_preprocessing_thread_that_waits_ends_with_the_loop(gate: Gate) -> Non
 
 
 def test_results_that_are_not_finite_are_not_kept(
-    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+    loop: EncoderLoop[Name], gate: Gate, cache: EncoderCache
 ) -> None:
     gate.open()
     gate.values = lambda name: torch.full((8, WIDTH), torch.nan)
@@ -309,7 +316,7 @@ def test_results_that_are_not_finite_are_not_kept(
 
 
 def test_what_is_kept_is_no_part_of_a_larger_result(
-    loop: EncoderLoop[str], gate: Gate, cache: EncoderCache
+    loop: EncoderLoop[Name], gate: Gate, cache: EncoderCache
 ) -> None:
     """Nor is it written to with it: an engine may use the memory of its outputs again."""
     gate.open()
@@ -328,7 +335,7 @@ def test_what_is_kept_is_no_part_of_a_larger_result(
 
 @pytest.mark.parametrize("is_finite", [True, False])
 def test_requests_do_not_wait_for_the_cache(
-    is_finite: bool, loop: EncoderLoop[str], gate: Gate, cache: EncoderCache, monkeypatch: pytest.MonkeyPatch
+    is_finite: bool, loop: EncoderLoop[Name], gate: Gate, cache: EncoderCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that join while embeddings are checked get the copy that is kept, or try again."""
     may_end = threading.Event()
@@ -354,7 +361,7 @@ def test_requests_do_not_wait_for_the_cache(
 
 
 def test_a_stopped_loop_fails_what_waits(gate: Gate, cache: EncoderCache) -> None:
-    loop: EncoderLoop[str] = EncoderLoop("encoder", gate, cache)
+    loop: EncoderLoop[Name] = EncoderLoop("encoder", gate, cache)
     loop.start()
     (first,) = submit(loop, "a")
     gate.wait_for_call()
@@ -422,7 +429,7 @@ def test_every_bfloat16_that_is_no_number_is_found() -> None:
     ],
 )
 def test_a_call_takes_what_needs_no_more_padding(
-    tokens: Sequence[int], calls: list[int], gate: Gate, loop: EncoderLoop[str]
+    tokens: Sequence[int], calls: list[int], gate: Gate, loop: EncoderLoop[Name]
 ) -> None:
     """Buckets are powers of two; a call has at most 16 tokens, unless one medium alone has more."""
     blocker = submit(loop, "z")
@@ -451,7 +458,7 @@ def test_a_cache_counts_the_memory_that_its_entries_keep_alive() -> None:
 
 
 def test_a_medium_whose_first_request_failed_is_tried_again_before_others(
-    gate: Gate, loop: EncoderLoop[str]
+    gate: Gate, loop: EncoderLoop[Name]
 ) -> None:
     gate.broken.add("bad")
     first, second = submit(loop, "bad") + submit(loop, "bad")

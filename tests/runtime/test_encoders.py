@@ -212,13 +212,13 @@ def test_frames_of_a_long_video_share_calls_of_a_limited_size() -> None:
 def test_sizes_of_calls_with_padding() -> None:
     vision = make_vision([], [])
     assert [vision.padded_tokens([picture(1, 2, 4)] * count) for count in (1, 2, 3, 4)] == [4, 4, 8, 8]
-    assert vision.num_bytes(picture(1, 2, 4)) == 2 * 4 * PIXELS
+    assert picture(1, 2, 4).num_bytes == 2 * 4 * PIXELS
     with pytest.raises(RequestError, match="largest M bucket"):
         vision.padded_tokens([picture(1, 2, 4)] * 5)
     audio = make_audio([])
     clips = [clip(frames) for frames in (5, 16)]
     assert [audio.padded_tokens(each) for each in ([clips[0]], [clips[1]], clips)] == [2, 4, 8]
-    assert audio.num_bytes(clips[0]) == 5 * MELS * 4
+    assert clips[0].num_bytes == 5 * MELS * 4
     with pytest.raises(RequestError, match="largest N bucket"):
         audio.padded_tokens([clips[0]] * 3)
 

@@ -81,9 +81,6 @@ class Encoder:
     def padded_tokens(self, features: Sequence[object]) -> int:
         return len(features)
 
-    def num_bytes(self, features: object) -> int:
-        return 1
-
     def encode(self, features: Sequence[VisionFeatures]) -> list[torch.Tensor]:
         return [torch.zeros(each.num_tokens(vision_parameters().merge_size), HIDDEN) for each in features]
 
@@ -102,7 +99,7 @@ def media_service(decoder: MediaDecoder, encoder: Encoder) -> OmniService:
         encoder_cache=cache,
         has_talker=False,
     )
-    service._info = replace(service.info, has_image=True)
+    service.info = replace(service.info, has_image=True)
     return service
 
 

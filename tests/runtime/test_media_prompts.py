@@ -40,9 +40,6 @@ class FakeEncoder:
     def padded_tokens(self, features: Sequence[object]) -> int:
         return 1
 
-    def num_bytes(self, features: object) -> int:
-        return 1
-
 
 class FakeVisionEncoder(FakeEncoder):
     """Embeddings of a picture: its number of pixels, then the index of the token."""

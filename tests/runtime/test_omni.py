@@ -656,7 +656,7 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
     fix(scheduler, num_waiting=2)
     fix(scheduler.pool, num_free=100, num_published=5)
     scheduler.num_prefilled, scheduler.num_reused, scheduler.pool.num_evicted = 30, 40, 50
-    fix(cache, num_hits=60, num_misses=70, num_bytes=80)
+    cache.num_hits, cache.num_misses, cache.num_bytes = 60, 70, 80
     fix(talkers, num_waiting=3, listeners={"late": 4}, num_underruns=9)
     service._memory = (MemoryUse(device="cpu", owner="kv_pages", num_bytes=1),)
     total = scheduler.pool.num_pages - 1

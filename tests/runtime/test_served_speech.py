@@ -30,8 +30,7 @@ from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage, load_stage
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, SpeechParams, SpeechRequest
+from mingc.runtime.request import AudioDelta, Done, Event, Recorder, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.talker.group import TalkerGroup

@@ -25,9 +25,9 @@ from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
+from mingc.runtime.thinker.create_worker import measure_step_latencies
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
-from mingc.runtime.thinker.startup import measure_step_latencies
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 

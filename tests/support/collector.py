@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mingc.errors import ServeError
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 
 

@@ -31,12 +31,11 @@ from mingc.errors import (
 )
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.service import build_context, builder, devices, preprocessing, speech_builder
-from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service import build_context, builder, devices, speech_builder
+from mingc.runtime.service.build_context import BuildContext, MemoryAccount
 from mingc.runtime.service.builder import _info, open_service
+from mingc.runtime.service.chat_builder import kv_tokens
 from mingc.runtime.service.devices import host_threads, rank_devices, talker_devices
-from mingc.runtime.service.kv_capacity import kv_tokens
-from mingc.runtime.service.memory import MemoryAccount
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.served_stages import find_chat_stages, find_speech_stages, largest_bucket
@@ -298,8 +297,8 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     monkeypatch.setattr(speech_builder, "TalkerWorker", make_worker)
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
     for module, name in (
-        (preprocessing, "SpeechPromptBuilder"),
-        (preprocessing, "SpeechPlanner"),
+        (speech_builder, "SpeechPromptBuilder"),
+        (speech_builder, "SpeechPlanner"),
         (speech_builder, "TalkerLoop"),
     ):
         monkeypatch.setattr(module, name, lambda *_, **__: None)

@@ -20,12 +20,13 @@ from preprocess_data import (
     wav,
 )
 
+from conformance.preprocess import DecodedFrames
 from mingc.errors import RequestError
 from mingc.media.audio import load_audio
 from mingc.media.decoding import InProcessDecoder, run_task
 from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
-from mingc.media.video import DecodedFrames, sample_video
+from mingc.media.video import sample_video
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
 from mingc.prompts.features import AudioFeatures, Features

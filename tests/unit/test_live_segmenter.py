@@ -15,7 +15,7 @@ from spoken_numbers import texts
 
 from mingc.text import live
 from mingc.text.live import LiveSegment, LiveSegmenter, count_units
-from mingc.text.segment import speech_segments
+from mingc.text.segment import iter_speech_segments
 
 DATA = Path(__file__).parents[1] / "data"
 TOKEN = re.compile(r" ?[A-Za-z]{1,6}|\d|\s|.", re.DOTALL)
@@ -171,19 +171,19 @@ def test_numbers_after_a_cut_keep_the_language_of_their_fragment(clock: Clock) -
     (first,) = segmenter.push("今天天气很好，我们走吧。")
     segmenter.push("3 apples")
     (rest,) = segmenter.flush()
-    spoken = [piece for each in (first, rest) for piece in speech_segments(each.text, state=each.state)]
+    spoken = [piece for each in (first, rest) for piece in iter_speech_segments(each.text, state=each.state)]
     assert spoken == ["今天天气很好，我们走吧。", "三 apples"]
-    assert words(spoken) == words(speech_segments("今天天气很好，我们走吧。3 apples"))
+    assert words(spoken) == words(list(iter_speech_segments("今天天气很好，我们走吧。3 apples")))
 
 
 @cache
 def spoken_words(text: str) -> list[str]:
-    return words(speech_segments(text))
+    return words(list(iter_speech_segments(text)))
 
 
 @cache
 def spoken_pieces(segment: LiveSegment) -> list[str]:
-    return speech_segments(segment.text, state=segment.state)
+    return list(iter_speech_segments(segment.text, state=segment.state))
 
 
 @cache
@@ -375,8 +375,8 @@ def test_a_link_that_arrives_letter_by_letter_is_not_cut(link: str, end: str, cl
     segments = [each for letter in text for each in segmenter.push(letter)] + segmenter.flush()
     assert "".join(each.text for each in segments) == text
     assert any(link in each.text for each in segments), [each.text for each in segments]
-    spoken = [piece for each in segments for piece in speech_segments(each.text, state=each.state)]
-    assert words(spoken) == words(speech_segments(text))
+    spoken = [piece for each in segments for piece in iter_speech_segments(each.text, state=each.state)]
+    assert words(spoken) == words(list(iter_speech_segments(text)))
 
 
 def test_a_sentence_ends_behind_a_link_once_more_text_arrives(clock: Clock) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mingc.runtime.request import MemoryUse
-from mingc.runtime.service.memory import HOST, MemoryAccount, free_bytes
+from mingc.runtime.service.build_context import HOST, MemoryAccount, free_bytes
 
 
 def test_bytes_of_one_owner_on_one_device_are_added_up() -> None:

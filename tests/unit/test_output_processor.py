@@ -122,7 +122,7 @@ def answer(
 ) -> tuple[str, Done, list[Event]]:
     """The text, the last event and all events of an answer of these tokens; some more tokens arrive after a stop."""
     sampling = SamplingParams(stop=tuple(stop))
-    run = make_processor(tokenizer().detokenizer(), sampling, speech=speech, prompt_tokens=5)
+    run = make_processor(Detokenizer(tokenizer()), sampling, speech=speech, prompt_tokens=5)
     is_last = [False] * len(ids)
     if ids and not has_stop_token:
         is_last[-1] = True
@@ -146,7 +146,7 @@ def answer(
 
 def text_processor() -> ChatOutputProcessor:
     """Of a greedy chat without speech."""
-    return make_processor(tokenizer().detokenizer(), prompt_tokens=5)
+    return make_processor(Detokenizer(tokenizer()), prompt_tokens=5)
 
 
 def encode(text: str) -> list[int]:

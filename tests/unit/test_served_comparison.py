@@ -14,8 +14,7 @@ import pytest
 
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import ArtifactError, WorkerError
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
+from mingc.runtime.request import AudioDelta, Done, Event, Recorder, TextDelta, TextDone, Usage
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served import replay, verification
 from mingc.verify.served.cases import (

@@ -15,13 +15,13 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from mingc.errors import IntegrityError
-from mingc.prompts.tokenizer import CachedEncoder, TextTokenizer
+from mingc.prompts.tokenizer import CachedEncoder, Detokenizer, TextTokenizer
 
 CASES = document("preprocess")["tokenizer"]
 
 
 def stream(ids: list[int]) -> list[str]:
-    detokenizer = tokenizer().detokenizer()
+    detokenizer = Detokenizer(tokenizer())
     return [detokenizer.push(each) for each in ids] + [detokenizer.flush()]
 
 
@@ -121,7 +121,7 @@ def word_tokenizer() -> Tokenizer:
 
 
 def test_spaces_between_words_are_kept_where_decoding_drops_the_first() -> None:
-    detokenizer = TextTokenizer(word_tokenizer()).detokenizer()
+    detokenizer = Detokenizer(TextTokenizer(word_tokenizer()))
     assert [detokenizer.push(token) for token in (1, 2, 3)] == ["one", " two", " three"]
 
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from preprocess_data import document, noise_image, tensors, vision_parameters
 
+from conformance.preprocess import DecodedFrames
 from mingc.errors import ConfigError, RequestError
 from mingc.media import video as video_module
 from mingc.media.limits import MediaLimits
 from mingc.media.video import (
-    DecodedFrames,
     frame_size,
     load_video,
     resize_frame,

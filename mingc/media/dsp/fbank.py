@@ -27,7 +27,7 @@ def _mel(hz: float) -> float:
 def _filters(num_bins: int, fft_size: int, sample_rate: int) -> NDArray[np.float32]:
     """Triangular mel filters of height 1, (num_bins, fft_size // 2 + 1), without the Nyquist bin.
 
-    All float32, as in the reference: rounding error of the mel scale is visible in quiet low bins.
+    All values are float32, as in the reference: rounding errors of the mel scale are visible in quiet low bins.
     """
     low, high = _mel(_LOW_HZ), _mel(sample_rate / 2)
     step = (high - low) / (num_bins + 1)

@@ -13,7 +13,7 @@ _LOG_START_HZ = 1000.0
 _LOG_STEP = math.log(6.4) / 27.0
 _FLOOR = 1e-10
 _RANGE = 8.0  # log10 units kept below the loudest value of the clip
-_BLOCK_FRAMES = 128  # whose spectra stay in a processor's cache
+_BLOCK_FRAMES = 128  # the spectra of so many frames stay in a processor's cache
 
 
 def _mel_to_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -43,16 +43,16 @@ def slaney_filters(num_mels: int, fft_size: int, sample_rate: int) -> NDArray[np
 
 @lru_cache(maxsize=8)
 def _hann(size: int) -> NDArray[np.float32]:
-    """Periodic Hann window, with the angle rounded to float32 before the cosine as the reference does.
+    """Periodic Hann window. The angle is rounded to float32 before the cosine, as in the reference.
 
-    Near the spectral floor this rounding changes features by 1e-5, more than any other rounding error here.
+    Near the spectral floor this rounding changes features by 1e-5, more than any other rounding here.
     """
     angle = np.arange(size, dtype=np.float32) * np.float32(2.0 * math.pi / size)
     return np.float32(0.5) - np.float32(0.5) * np.cos(angle.astype(np.float64)).astype(np.float32)
 
 
 def min_samples(fft_size: int) -> int:
-    """Length of the shortest wave that half a window can be reflected on at both ends."""
+    """Length of the shortest wave whose ends can be reflected by half a window."""
     return fft_size // 2 + 1
 
 
@@ -62,7 +62,7 @@ def log_mel(
     """Log-mel features of one clip: `wave` (n,) float32 in [-1, 1] → (n // hop_samples, num_mels) float32.
 
     Source: `whisper.audio.log_mel_spectrogram` (periodic Hann window, centred frames with reflected edges, last
-    frame dropped). The floor depends on the loudest value of the clip, so each call takes one clip.
+    frame dropped). The floor depends on the loudest value of the clip, so a call takes one clip.
 
     Raises: ValueError when the wave is shorter than `min_samples(fft_size)`.
     """
@@ -74,7 +74,7 @@ def log_mel(
     window = _hann(fft_size)
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft_size)[::hop_samples]
 
-    # Blocks use the same memory again: new pages would take as long as the computation.
+    # All blocks use the same memory: new pages would take as long as the computation.
     windowed = np.empty((_BLOCK_FRAMES, fft_size), np.float32)
     power, squares = np.empty((2, _BLOCK_FRAMES, fft_size // 2 + 1), np.float32)
     logs = np.empty((num_frames, num_mels), np.float32)

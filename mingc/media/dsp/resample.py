@@ -1,9 +1,9 @@
 """Sample rate conversion by windowed-sinc interpolation, with numpy only.
 
-The filter is the one of `torchaudio.transforms.Resample` with its defaults (low-pass width 6, roll-off 0.99, Hann
-window; spec: audio.md §1, spec: talker.md §4.2). Taps are computed in float64 and rounded to float32. Products are
-added one by one in float32 in ascending tap order, as the reference's convolution does for short filters: results are
-bitwise equal there, and equal up to rounding error elsewhere.
+`torchaudio.transforms.Resample` has the same filter by default (low-pass width 6, roll-off 0.99, Hann window; spec:
+audio.md §1, spec: talker.md §4.2). Taps are computed in float64 and rounded to float32. Products are added one by one
+in float32 in ascending tap order, like the reference's convolution for short filters: there, results are equal bit for
+bit, elsewhere up to rounding errors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _filter(source_hz: int, target_hz: int) -> _Filter:
 
 
 def resampled_length(num_samples: int, source_hz: int, target_hz: int) -> int:
-    """Number of samples that `resample` returns: the exact ratio, rounded up."""
+    """How many samples `resample` returns: the exact ratio, rounded up."""
     divisor = math.gcd(source_hz, target_hz)
     return -(-num_samples * (target_hz // divisor) // (source_hz // divisor))
 

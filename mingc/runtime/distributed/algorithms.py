@@ -15,10 +15,12 @@ from torch import Tensor
 from mingc.host.machine import gpu_target
 from mingc.runtime.engines import stream_priority
 
-TWO_SHOT_WORLD_SIZES = (2, 4, 8)  # that torch's two-shot kernel is compiled for
+TWO_SHOT_WORLD_SIZES = (2, 4, 8)  # torch's two-shot kernel is compiled for these
 _MAX_LANES = 4  # per two-shot all-reduce
-_BLOCKS_PER_LANE = 24  # most thread blocks of torch's two-shot kernel, each filling a multiprocessor
-_MIN_LANE_BYTES = 2**21  # of a message per lane; below it a further lane costs more than it saves
+_BLOCKS_PER_LANE = (
+    24  # torch's two-shot kernel has at most so many thread blocks; each fills a multiprocessor
+)
+_MIN_LANE_BYTES = 2**21  # with fewer bytes per lane, a further lane costs more than it saves
 _LANE_ALIGNMENT = 128  # bytes
 
 
@@ -31,19 +33,19 @@ class AllReduceAlgorithm(Protocol):
 
 
 class CollectiveAllReduce:
-    """The process group's own all-reduce: NCCL on GPUs, gloo on the CPU."""
+    """The all-reduce of the process group: NCCL on GPUs, gloo on the CPU."""
 
     def all_reduce_(self, x: Tensor) -> None:
         dist.all_reduce(x)
 
 
 class OneShotAllReduce:
-    """Every rank reads the tensors of all ranks and adds them itself, in rank order. For small messages.
+    """Every rank reads the tensors of all ranks and adds them in rank order. For small messages.
 
     Args:
-        max_bytes: largest message; as much device memory is allocated and mapped by the other ranks.
+        max_bytes: size of the largest message. As much device memory is allocated, and the other ranks map it.
 
-    Constructing one is a collective.
+    The constructor is a collective.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, max_bytes: int) -> None:
@@ -55,7 +57,7 @@ class OneShotAllReduce:
 
 
 class TwoShotAllReduce:
-    """Every rank sums its own share in rank order, then reads the other shares' sums. For large messages.
+    """Every rank sums one share in rank order, then reads the sums of the other shares. For large messages.
 
     torch's kernel uses only a few multiprocessors, too few to saturate the links between the GPUs. A message is
     therefore split into lanes that run concurrently, each with its own stream and symmetric buffer: while one lane
@@ -63,10 +65,11 @@ class TwoShotAllReduce:
     blocks wait for the matching blocks of the other ranks.
 
     Args:
-        max_bytes: largest message; up to 2.1 times as much device memory is allocated and mapped by the other ranks.
-        lanes: most lanes; None for as many as the device has room for.
+        max_bytes: size of the largest message. Up to 2.1 times as much device memory is allocated, and the other ranks
+            map it.
+        lanes: most lanes; None: as many as the device has room for.
 
-    Constructing one is a collective.
+    The constructor is a collective.
     """
 
     def __init__(

@@ -2,9 +2,9 @@
 
 There are three algorithms (`mingc.runtime.distributed.algorithms`). The process group's collective (NCCL, or gloo on
 the CPU) always works. On GPUs that can access each other's memory there are also a one-shot kernel for small messages
-(a decode step has two per layer) and a two-shot kernel for large ones (a prefill chunk has two per layer). The fastest
-one is selected at startup: each is timed in a CUDA graph at the message sizes of all decode batches and chunks. NVLink
-multicast is not used.
+(a decode step has two per layer) and a two-shot kernel for large ones (a prefill chunk has two per layer). At startup
+all algorithms are timed in a CUDA graph at the message sizes of all decode batches and chunks, and the fastest one is
+selected. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mingc.runtime.engines.cuda_graphs import GraphPool
 
 log = logging.getLogger("mingc.ranks")
 
-_CALLS = 20  # in one graph, so that the launch of the graph counts little
+_CALLS = 20  # one graph has so many, so that its launch counts little
 _REPLAYS = 15
-_KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # that the one-shot and two-shot kernels support
-_TOLERANCE = 2e-2  # of a sum in half precision, relative to the largest value
-_ROW_ALIGNMENT = 16  # bytes that the kernels read at a time; the size of a row must be a multiple
+_KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # the one-shot and two-shot kernels support these
+_TOLERANCE = 2e-2  # a sum in half precision may differ by so much, relative to the largest value
+_ROW_ALIGNMENT = 16  # the kernels read so many bytes at a time; the size of a row must be a multiple
 _MAX_ONE_SHOT_BYTES = (
     2**22
-)  # every rank reads all of it from every other one; above, it was never the fastest
-_MIN_TWO_SHOT_BYTES = 2**17  # it has two barriers and two copies; below, it cannot be the fastest
+)  # every rank reads the whole message of every other; larger ones were never the fastest
+_MIN_TWO_SHOT_BYTES = 2**17  # two barriers and two copies: for smaller messages it cannot be the fastest
 
 AlgorithmName = Literal["collective", "one-shot", "two-shot"]
 Algorithms = Mapping[AlgorithmName, AllReduceAlgorithm]
@@ -48,22 +48,13 @@ Algorithms = Mapping[AlgorithmName, AllReduceAlgorithm]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllReduceTiming:
-    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph on the slowest rank; None if not measured."""
+    """Microseconds of one all-reduce of `num_bytes` in a CUDA graph on the slowest rank, by measured algorithm.
+
+    The collective is the first of `us` and so wins ties.
+    """
 
     num_bytes: int
-    collective_us: float
-    one_shot_us: float | None = None
-    two_shot_us: float | None = None
-
-    @property
-    def us(self) -> dict[AlgorithmName, float]:
-        """Measured times by algorithm; the collective is first and so wins ties."""
-        all_us: tuple[tuple[AlgorithmName, float | None], ...] = (
-            ("collective", self.collective_us),
-            ("one-shot", self.one_shot_us),
-            ("two-shot", self.two_shot_us),
-        )
-        return {name: us for name, us in all_us if us is not None}
+    us: Mapping[AlgorithmName, float]
 
     @property
     def fastest(self) -> AlgorithmName:
@@ -75,8 +66,8 @@ class AllReducePlan:
     """The algorithm selected for each message size.
 
     Attributes:
-        backend: of the process group; "none" for one rank.
-        reason: for logs and /health: what was selected and why.
+        backend: backend of the process group; "none" for one rank.
+        reason: what was selected and why, for logs and /health.
         timings: measurements in order of size; empty if there was nothing to choose.
     """
 
@@ -86,7 +77,7 @@ class AllReducePlan:
     timings: tuple[AllReduceTiming, ...] = ()
 
     def algorithm(self, num_bytes: int) -> AlgorithmName:
-        """The fastest one at the next larger measured size; the collective above all measured sizes."""
+        """The fastest algorithm at the next larger measured size; the collective above all measured sizes."""
         for timing in self.timings:
             if num_bytes <= timing.num_bytes:
                 return timing.fastest
@@ -97,8 +88,8 @@ class AllReduce:
     """Sums tensors over the ranks. Every rank must call it with the same shapes in the same order.
 
     Args:
-        algorithms: those that `plan` names; empty for one rank, for which it does nothing.
-        dtype: of messages that may use other algorithms than the collective.
+        algorithms: the algorithms that `plan` names; empty for one rank: then nothing is done.
+        dtype: messages of other dtypes use the collective.
     """
 
     def __init__(
@@ -118,11 +109,11 @@ class AllReduce:
 def create_all_reduce(
     device: torch.device, dtype: torch.dtype, *, width: int, tokens: Sequence[int]
 ) -> AllReduce:
-    """The all-reduce of this process's group, after `process_group.init`. A collective: every rank calls it.
+    """Create the all-reduce of this process's group, after `process_group.init`. Every rank calls it: a collective.
 
     Args:
         width: values per token; messages are (tokens, width).
-        tokens: message sizes to select algorithms for: decode batches and chunks.
+        tokens: message sizes for which algorithms are selected: decode batches and chunks.
     """
     world_size = num_ranks()
     if world_size == 1:
@@ -171,11 +162,11 @@ def select_algorithms(
     )
 
 
-def time_captured_us(run: Callable[[], None], device: torch.device, calls: int = _CALLS) -> float:
-    """Median microseconds of one `run` in a CUDA graph of `calls` of them. A collective if `run` is one."""
+def time_captured_us(run: Callable[[], None], device: torch.device) -> float:
+    """Median microseconds of one `run` in a CUDA graph of several. A collective if `run` is one."""
 
     def run_all() -> tuple[Tensor, ...]:
-        for _ in range(calls):
+        for _ in range(_CALLS):
             run()
         return ()
 
@@ -187,7 +178,7 @@ def time_captured_us(run: Callable[[], None], device: torch.device, calls: int =
         graph.replay()
         end.record()
         end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / calls)
+        samples.append(start.elapsed_time(end) * 1e3 / _CALLS)
     return statistics.median(samples)
 
 
@@ -210,7 +201,7 @@ def is_correct(
 def _factories(
     device: torch.device, dtype: torch.dtype, world_size: int
 ) -> dict[AlgorithmName, Callable[[int], AllReduceAlgorithm]]:
-    """Constructors of the algorithms over symmetric memory; their argument is the largest message in bytes."""
+    """Constructors of the algorithms over symmetric memory; they take the size of the largest message in bytes."""
     factories: dict[AlgorithmName, Callable[[int], AllReduceAlgorithm]] = {
         "one-shot": lambda max_bytes: OneShotAllReduce(device, dtype, max_bytes)
     }
@@ -259,23 +250,16 @@ def _measure(
         x = torch.zeros(size, width, dtype=dtype, device=device)
         tried = {name: each for name, each in algorithms.items() if _is_candidate(name, x.nbytes)}
         measured = [time_captured_us(lambda: each.all_reduce_(x), device) for each in tried.values()]  # noqa: B023
-        # All ranks must select alike, so they use the same numbers, the slowest rank's.
+        # All ranks must select the same algorithm, so all use the times of the slowest rank.
         slowest = torch.tensor(measured, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         us = dict(zip(tried, (round(each, 2) for each in slowest.tolist()), strict=True))
-        timings.append(
-            AllReduceTiming(
-                num_bytes=x.nbytes,
-                collective_us=us["collective"],
-                one_shot_us=us.get("one-shot"),
-                two_shot_us=us.get("two-shot"),
-            )
-        )
+        timings.append(AllReduceTiming(num_bytes=x.nbytes, us=us))
     return timings
 
 
 def _unavailable_reason(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
-    """Why no algorithm over symmetric memory can be used, the same on every rank; None if they can."""
+    """Why no algorithm over symmetric memory can be used; None if they can. All ranks return the same."""
     if device.type != "cuda":
         return "they need CUDA devices"
     if dtype not in _KERNEL_DTYPES:

@@ -1,7 +1,7 @@
 """Tensor-parallel process group: rendezvous, all-gather, broadcast, shutdown.
 
-All-reduce is in `mingc.runtime.distributed.all_reduce`. A process without a group acts as the single rank of a group of
-one. Nothing here imports Dynamo or Inductor.
+`mingc.runtime.distributed.all_reduce` has the all-reduce. A process without a group acts as the only rank of a group.
+Nothing here imports Dynamo or Inductor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 def host_store(*, timeout_s: float = 300.0) -> c10d.TCPStore:
     """Serve the key-value store for the rendezvous of the ranks, on a port that the system chooses (`.port`).
 
-    It lives as long as the returned object, which the process that starts the ranks keeps.
+    The store lives as long as the returned object; the process that starts the ranks keeps it.
     """
     return c10d.TCPStore(
         _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -59,7 +59,7 @@ def init(
 
 
 def num_ranks() -> int:
-    """World size of the group; 1 without one."""
+    """Number of ranks in the group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -73,7 +73,7 @@ def all_gather_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast_from_rank0_(x: torch.Tensor) -> None:
-    """Replace `x` by that of rank 0."""
+    """Replace `x` by the `x` of rank 0."""
     if dist.is_initialized():
         dist.broadcast(x, src=0)
 
@@ -82,7 +82,7 @@ def shutdown(*, is_whole: bool = True) -> None:
     """Leave the group; does nothing without one.
 
     NCCL waits here for its kernels and for all graphs that captured it, so close the workers first. With
-    `is_whole=False` (a rank has died) its kernels may never end, and an NCCL group is left to the end of the process.
+    `is_whole=False` (a rank has died) the kernels may never end, so an NCCL group is kept until the process ends.
     """
     if dist.is_initialized() and (is_whole or dist.get_backend() != "nccl"):
         dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """Vision and audio encoders of a running server: host features in, embeddings out; calls are padded to buckets.
 
-`mingc.media` computes the features. An encoder is called by one thread at a time: in a server by its
-`EncoderLoop`.
+`mingc.media` computes the features. One thread at a time calls an encoder; in a server that is its `EncoderLoop`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, 
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 
-# Largest calls that are captured on CUDA: 4,096 patches; 30 s of audio, or four clips of 8 s or sixteen of 2 s. Above
-# that, launch overhead is negligible.
+# The largest calls that are captured on CUDA: 4,096 patches; 30 s of audio, or four clips of 8 s or sixteen of 2 s. In
+# larger calls launch overhead is negligible.
 _CAPTURED_VISION_TOKENS, _CAPTURED_AUDIO_TOKENS = 1024, 800
-# Limit for several clips in a call: a minute on a CPU; on CUDA the capacity of the largest engine for several clips.
+# Tokens of several clips in one call: a minute of audio on a CPU; on CUDA as many as the largest engine for several
+# clips takes.
 _SHARED_AUDIO_TOKENS, _SHARED_AUDIO_TOKENS_CUDA = 1500, 3200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """Rows [start, stop) of `feature`: one temporal patch, and its grid."""
+    """One temporal patch: rows [start, stop) of `feature`, and the grid of the patch."""
 
     feature: VisionFeatures
     start: int
@@ -56,11 +56,8 @@ class VisionEncoder:
         self._call = EncoderGraph(self._graph, device, examples, self._normalised)
 
     def padded_tokens(self, features: Sequence[VisionFeatures]) -> int:
-        """Merged tokens that one call for all of these computes. Raises: RequestError when no bucket holds them."""
+        """Merged tokens that one call for all `features` computes. Raises: RequestError when no bucket holds them."""
         return _bucket(self._graph, "M", sum(map(self._num_tokens, features)))
-
-    def num_bytes(self, features: VisionFeatures) -> int:
-        return features.patches.nbytes
 
     def _num_tokens(self, feature: VisionFeatures) -> int:
         return feature.num_tokens(self._parameters.merge_size)
@@ -98,10 +95,10 @@ class VisionEncoder:
         return self._call(self._inputs(self._pixels(frames), [frame.grid for frame in frames], bucket), count)
 
     def _pixels(self, frames: Sequence[_Frame]) -> dict[str, NDArray[np.generic]]:
-        """Rows of these frames: `colours` (P, C, t, p·p) uint8, with the `levels` (C, 256) that normalise them.
+        """Rows of `frames`: `colours` (P, C, t, p·p) uint8, and the `levels` (C, 256) that normalise them.
 
-        uint8 has a quarter of the bytes of float32; for long videos and large images, converting and copying float32
-        would take milliseconds. `t` is 1 if all frames are images, which are the same at all times. Features without
+        uint8 has a quarter of the bytes of float32: for long videos and large images, converting and copying float32
+        would take milliseconds. `t` is 1 if all frames are images, which do not change in time. Features without
         levels, or with different tables, become `pixels` (P, n) float32.
         """
         levels = frames[0].feature.levels
@@ -158,13 +155,13 @@ class VisionEncoder:
         given = dict(inputs)
         colours, levels = given.pop("colours"), given.pop("levels").to(self._dtype)
         pixels = torch.empty(colours.shape, dtype=self._dtype, device=colours.device)
-        # One channel at a time: indices of all would take twice the memory of the pixels.
+        # One channel at a time: the indices of all channels would take twice the memory of the pixels.
         for channel, table in enumerate(levels):
             pixels[:, :, channel] = table[colours[:, :, channel].int()]
         return {**given, "pixels": pixels.flatten(2)}
 
     def _example(self, num_tokens: int) -> dict[str, Tensor]:
-        """One token, padded: no range of keys is empty."""
+        """Inputs of one token, padded to `num_tokens`, so that no range of keys is empty."""
         merge, each = self._parameters.merge_size, self._parameters
         colours = np.zeros((merge**2, each.in_channels, 1, each.patch_size**2), np.uint8)
         levels = np.zeros((each.in_channels, 256), np.float32)
@@ -179,7 +176,7 @@ class AudioEncoder:
         self._parameters = parameters
         self._dtype = torch_dtype(self._graph.spec.input("mel").dtype)
         self.max_batch_tokens = _SHARED_AUDIO_TOKENS_CUDA if device.type == "cuda" else _SHARED_AUDIO_TOKENS
-        # (clips, tokens of the longest) of every call that there is an engine for.
+        # The calls that engines exist for: (clips, tokens of the longest clip).
         self._sizes = [(size["N"], size["T4"]) for size in self._graph.sizes]
         captured = sorted(
             (size for size in self._sizes if math.prod(size) <= _CAPTURED_AUDIO_TOKENS), key=math.prod
@@ -188,11 +185,8 @@ class AudioEncoder:
         self._call = EncoderGraph(self._graph, device, examples)
 
     def padded_tokens(self, features: Sequence[AudioFeatures]) -> int:
-        """Tokens that one call for all of these computes. Raises: RequestError when no engine holds them."""
+        """Tokens that one call for all `features` computes. Raises: RequestError when no engine holds them."""
         return math.prod(self._size(features))
-
-    def num_bytes(self, features: AudioFeatures) -> int:
-        return features.mel.nbytes
 
     @torch.inference_mode()
     def encode(self, features: Sequence[AudioFeatures]) -> list[Tensor]:
@@ -208,12 +202,12 @@ class AudioEncoder:
         return found
 
     def _fitting(self, features: Sequence[AudioFeatures]) -> list[tuple[int, int]]:
-        """The sizes of calls that hold all of these clips."""
+        """The sizes of calls that hold all `features`."""
         longest = max(feature.num_tokens for feature in features)
         return [size for size in self._sizes if size[0] >= len(features) and size[1] >= longest]
 
     def _size(self, features: Sequence[AudioFeatures]) -> tuple[int, int]:
-        """The size of a call for all of these that computes the fewest tokens. Raises: RequestError."""
+        """The size of the call that holds all `features` and computes the fewest tokens. Raises: RequestError."""
         fitting = self._fitting(features)
         if not fitting:
             longest = max(feature.num_tokens for feature in features)
@@ -240,7 +234,7 @@ class AudioEncoder:
 
 
 def _bucket(graph: Graph, dim: str, size: int) -> int:
-    """The bucket for `size`. Raises: RequestError when none is large enough, as clients choose the size of media."""
+    """The bucket for `size`. Raises: RequestError when none is large enough: clients choose the size of media."""
     try:
         return graph.bucket(dim, size)
     except EngineSizeError as error:
@@ -248,7 +242,7 @@ def _bucket(graph: Graph, dim: str, size: int) -> int:
 
 
 def _frames(feature: VisionFeatures) -> Iterator[_Frame]:
-    """Split a feature into its temporal patches, each with its own grid."""
+    """Split a feature into its temporal patches."""
     frames, height, width = feature.grid
     for index in range(frames):
         start = index * height * width

@@ -26,7 +26,7 @@ class EncoderGraph:
     Args:
         examples: valid inputs of the sizes to capture on CUDA, the largest first, so that the others reuse its memory.
             Other sizes are called directly.
-        prepare: computes the inputs of the graph on the device from the tensors of a call; None: these are the inputs.
+        prepare: computes the inputs of the graph on the device from the tensors of a call; None: a call has the inputs.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class EncoderGraph:
 
     @property
     def num_captured(self) -> int:
-        """Number of captured sizes."""
+        """How many sizes are captured."""
         return len(self._runners)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        """The first `num_rows` rows of the embeddings for host tensors `inputs`, padded to buckets; on the host.
+        """Returns on the host the first `num_rows` embeddings for host tensors `inputs`, which are padded to buckets.
 
-        Inputs of the graph are converted to the dtypes of the spec. Blocks until the device is done.
+        Converts the inputs of the graph to the dtypes of the spec. Blocks until the device is done.
         """
         if self._stream is None:
             output = self._run({name: value.to(self._device) for name, value in inputs.items()})[:num_rows]

@@ -1,4 +1,4 @@
-"""Embeddings in host memory that is returned to the system without stopping other threads (`large_arrays`)."""
+"""Host tensors whose memory returns to the system without stopping other threads (`large_arrays`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mingc.host import large_arrays
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """As `torch.empty`, on the host."""
+    """Like `torch.empty`, on the host."""
     memory = large_arrays.empty(math.prod(shape) * dtype.itemsize, np.uint8)
     return torch.from_numpy(memory).view(dtype).view(*shape)
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """As `torch.cat(parts)`."""
+    """Like `torch.cat(parts)`."""
     first = parts[0]
     return torch.cat(list(parts), out=empty((sum(map(len, parts)), *first.shape[1:]), first.dtype))
 
 
 def copy(values: Tensor) -> Tensor:
-    """As `values.clone()`, contiguous."""
+    """Like `values.clone()`, contiguous."""
     return empty(values.shape, values.dtype).copy_(values)

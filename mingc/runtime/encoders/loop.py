@@ -1,4 +1,4 @@
-"""Encoder thread: embeddings of the media of all requests, several in one engine call, each content once."""
+"""Encoder thread: embeds the media of all requests, several in one engine call and equal content once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,22 @@ from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.engine_thread import EngineThread
 
-_MAX_MEDIA = 32  # in one call
+_MAX_MEDIA = 32  # one call takes at most so many
 _MAX_WAITING_BYTES = 64 << 20  # features of about two of the largest images; preprocessing waits above that
 # NaN and inf are the values that have all of these bits set.
 _BFLOAT16_EXPONENT = np.int16(0x7F80)
 _BLOCK_VALUES = 1 << 16
 
-_Features = TypeVar("_Features")
-_FeaturesIn = TypeVar("_FeaturesIn", contravariant=True)
+
+class HostFeatures(Protocol):
+    """Decoded media in host memory."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+_Features = TypeVar("_Features", bound=HostFeatures)
+_FeaturesIn = TypeVar("_FeaturesIn", contravariant=True, bound=HostFeatures)
 
 
 class Encoder(Protocol[_FeaturesIn]):
@@ -39,18 +47,14 @@ class Encoder(Protocol[_FeaturesIn]):
     max_batch_tokens: int
 
     def padded_tokens(self, features: Sequence[_FeaturesIn]) -> int:
-        """Tokens that one call for all of these computes, padding included.
+        """Tokens that one call for all `features` computes, padding included.
 
         Raises: RequestError when no call can hold them.
         """
         ...
 
-    def num_bytes(self, features: _FeaturesIn) -> int:
-        """Host memory of these features."""
-        ...
-
     def encode(self, features: Sequence[_FeaturesIn]) -> list[Tensor]:
-        """Embeddings (tokens, D) of each, on the host."""
+        """Embeddings (tokens, D) of each medium, on the host."""
         ...
 
 
@@ -70,16 +74,16 @@ class _Job(Generic[_Features]):
 class EncoderLoop(EngineThread, Generic[_Features]):
     """Runs one encoder for all requests, in order of arrival.
 
-    A call takes waiting media, oldest first, as long as that needs no more padding than separate calls, and at most
-    `max_batch_tokens`, unless one medium alone has more. If it fails, each medium is retried in its own call, so that
-    only the request at fault fails.
+    A call takes waiting media, oldest first, as long as they need no more padding than in separate calls and have at
+    most `max_batch_tokens`, unless one medium alone has more. If the call fails, each medium is retried in a separate
+    call, so that only the request at fault fails.
 
-    Equal content that several requests wait for is encoded once. An error goes to the first of them; the others try
+    Content that several requests wait for is encoded once. An error goes to the first of these requests; the others try
     again. Media that no request waits for any more are not encoded.
 
     Args:
-        name: of the stage.
-        cache: None: every request encodes its own media.
+        name: name of the stage.
+        cache: None: the media of every request are encoded.
     """
 
     def __init__(self, name: str, encoder: Encoder[_Features], cache: EncoderCache | None = None) -> None:
@@ -98,8 +102,8 @@ class EncoderLoop(EngineThread, Generic[_Features]):
     def submit(self, features: Sequence[_Features], digests: Sequence[bytes]) -> list[Future[Tensor]]:
         """Queue the media of a request. Cancelling a future withdraws its medium. Blocks while too many features wait.
 
-        `digests` are the `content_digest` of each; they are ignored without a cache. Results are embeddings (tokens, D)
-        on the host, shared with other requests: read only.
+        `digests` are the `content_digest` of each medium; without a cache they are ignored. Results are embeddings
+        (tokens, D) on the host, which other requests may share: do not write to them.
 
         Raises: WorkerError when the thread has failed or is stopping.
         """
@@ -113,7 +117,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
     @property
     def _can_add(self) -> bool:
         is_ending = self._failure is not None or self._is_stopping
-        waiting = sum(self._encoder.num_bytes(job.features) for job in self._waiting)
+        waiting = sum(job.features.num_bytes for job in self._waiting)
         return is_ending or waiting < _MAX_WAITING_BYTES
 
     def _add(self, features: _Features, digest: bytes) -> Future[Tensor]:
@@ -165,7 +169,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
             try:
                 alone += self._encoder.padded_tokens(features[count - 1 : count])
                 together = self._encoder.padded_tokens(features[:count])
-            except RequestError:  # of one that is too large, or of all together
+            except RequestError:  # one medium, or all together, are too large
                 break
             if count > 1 and together > self._encoder.max_batch_tokens:
                 break
@@ -184,7 +188,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
                 for job in jobs:
                     self._encode([job])
             return
-        # All requests go on before anything is cached, which takes as long as a small call.
+        # Caching takes as long as a small call, so all requests get their results before.
         for job, embeddings in zip(jobs, found, strict=True):
             with self._lock:
                 waiting, job.futures = job.futures, []
@@ -201,8 +205,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
             return
         is_finite = _is_finite(embeddings)
         if is_finite:
-            # A copy: not part of a larger call's result, and not pinned memory, which later calls would have to pin
-            # again.
+            # A copy, because `embeddings` may be part of a larger result, or pinned memory that later calls reuse.
             embeddings = host_tensors.copy(embeddings)
             self._cache.put(job.key, embeddings)
         with self._lock:
@@ -213,7 +216,7 @@ class EncoderLoop(EngineThread, Generic[_Features]):
         _resolve(job.futures, embeddings)
 
     def _fail(self, job: _Job[_Features], error: Exception) -> None:
-        """`error` goes to the first request, which started the job."""
+        """Pass `error` to the first request, which started the job; the others try again."""
         with self._lock:
             while job.futures:
                 first = job.futures.pop(0)
@@ -249,11 +252,11 @@ def _resolve(futures: Sequence[Future[Tensor]], embeddings: Tensor) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Whether there is neither NaN nor inf in a host tensor. torch takes 30 times as long in bfloat16 on one thread."""
+    """Whether a host tensor holds neither NaN nor inf. torch takes 30 times as long in bfloat16 on one thread."""
     if values.dtype != torch.bfloat16:
         return bool(np.isfinite(values.numpy()).all())
     bits = values.contiguous().view(torch.int16).numpy().reshape(-1)
-    # In blocks that stay in the cache: one array of all exponents would take new pages of memory.
+    # Blocks stay in the processor's cache; one array of all exponents would take new pages of memory.
     for start in range(0, bits.size, _BLOCK_VALUES):
         exponents = np.bitwise_and(bits[start : start + _BLOCK_VALUES], _BFLOAT16_EXPONENT)
         if exponents.max() == _BFLOAT16_EXPONENT:

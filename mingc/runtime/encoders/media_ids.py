@@ -19,7 +19,7 @@ _DIGEST_BYTES = 32
 
 
 class MediaDigests(NamedTuple):
-    """`content_digest` of each item of `MediaFeatures`."""
+    """The `content_digest` of every item of `MediaFeatures`."""
 
     vision: tuple[bytes, ...]
     audio: tuple[bytes, ...]
@@ -34,7 +34,7 @@ def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
     """32 bytes that differ for features with different embeddings: their `digest`, or a hash of their values."""
     if features.digest is not None:
         return features.digest
-    digest = hashlib.sha256()  # which processors have instructions for: half the time of BLAKE2
+    digest = hashlib.sha256()  # processors have instructions for it: half the time of BLAKE2
     arrays: tuple[NDArray[np.generic], ...]
     if isinstance(features, AudioFeatures):
         arrays = (features.mel,)
@@ -51,8 +51,7 @@ def content_digest(features: VisionFeatures | AudioFeatures) -> bytes:
 def media_ids(
     embed_kind: NDArray[np.int64], media: MediaFeatures, digests: MediaDigests, *, merge_size: int
 ) -> NDArray[np.uint8]:
-    """`ThinkerPrompt.media_ids` (M, 40) of a prompt: for each media token the digest of its medium and its position
-    there.
+    """`ThinkerPrompt.media_ids` (M, 40): for each media token the digest of its medium and its position in it.
 
     Positions continue from frame to frame of a video.
     """
@@ -70,7 +69,7 @@ def media_ids(
 
 
 def _ids(digest: bytes, num_tokens: int) -> NDArray[np.uint8]:
-    """(num_tokens, 40): the digest, then the number of the token, eight bytes."""
+    """(num_tokens, 40): the digest, then the number of the token in eight bytes."""
     digests = np.tile(np.frombuffer(digest, np.uint8), (num_tokens, 1))
     places = np.arange(num_tokens, dtype="<i8").view(np.uint8).reshape(num_tokens, 8)
     return np.concatenate([digests, places], axis=1)

@@ -24,7 +24,7 @@ class VisionGridArrays:
 
     `position_index` (M, m, 4) int64 and `position_weight` (M, m, 4) float32: rows of the learned position table
     and their bilinear weights. `coordinates` (M, m, 2) int64: row and column. `segment` (M, m, 2) int32: the range
-    [start, end) of flat patch indices that a patch attends to, which is its own frame.
+    [start, end) of flat patch indices that a patch attends to: its frame.
     """
 
     position_index: NDArray[np.int64]
@@ -40,7 +40,7 @@ class VisionGridArrays:
 def _neighbours(
     size: int, table_side: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-    """Table index below, index above and fraction for each of `size` aligned-corner coordinates."""
+    """For `size` aligned-corner coordinates: the table index below, the index above, and the fraction between them."""
     position = np.linspace(0, table_side - 1, size, dtype=np.float32)
     below = position.astype(np.int64)
     return below, np.minimum(below + 1, table_side - 1), position - below.astype(np.float32)
@@ -55,14 +55,14 @@ def _frame_coordinates(height: int, width: int, merge: int) -> NDArray[np.int64]
 
 
 class _FrameArrays(NamedTuple):
-    """`VisionGridArrays` of one frame, without its segment: read only."""
+    """`VisionGridArrays` of one frame without its segment. Cached: do not write to them."""
 
     position_index: NDArray[np.int64]
     position_weight: NDArray[np.float32]
     coordinates: NDArray[np.int64]
 
 
-@lru_cache(maxsize=8)  # pictures of one size, and the frames of a video: at most 4.2 MB each
+@lru_cache(maxsize=8)  # pictures of one size, and the frames of a video, share an entry of at most 4.2 MB
 def _frame_arrays(height: int, width: int, merge: int, table_side: int) -> _FrameArrays:
     points = _frame_coordinates(height, width, merge)
     row, column = points[..., 0], points[..., 1]

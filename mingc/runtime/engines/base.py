@@ -1,4 +1,4 @@
-"""Loaded engines, independent of the backend, and graphs that select an engine by input sizes."""
+"""The interface of loaded engines, and graphs that select an engine by input sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Engine(ABC):
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
-        """Names of the weights the engine needs, as in the stage's weights file."""
+        """Names of the weights that the engine needs, as in the weights file of the stage."""
 
     @abstractmethod
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -40,8 +40,8 @@ class Graph:
     """One graph of a stage, ready to run: selects the engine for the given sizes.
 
     Args:
-        engines: by the sizes of the varying dims (in spec order); the key None serves every size.
-        weights: of this layer instance, by name; those that the spec names are passed to every run.
+        engines: by the sizes of the varying dims (in spec order); the engine with the key None takes every size.
+        weights: weights of this layer instance, by name; every run gets the weights that the spec names.
 
     Attributes:
         spec, engines: as given.
@@ -63,25 +63,21 @@ class Graph:
 
     @property
     def is_concurrent(self) -> bool:
-        """As `Engine.is_concurrent`, of all its engines."""
+        """Whether all its engines are (`Engine.is_concurrent`)."""
         return all(engine.is_concurrent for engine in self.engines.values())
 
     @property
     def is_capturable(self) -> bool:
-        """As `Engine.is_capturable`, of all its engines."""
+        """Whether all its engines are (`Engine.is_capturable`)."""
         return all(engine.is_capturable for engine in self.engines.values())
 
     @property
     def sizes(self) -> list[dict[str, int]]:
-        """Sizes of the dims with buckets that it runs: those of its engines, or all if one engine takes every size."""
+        """The sizes of the dims with buckets that its engines run; all sizes if one engine takes every size."""
         if None in self.engines:
             return self.spec.bucket_sizes()
         names = [dim.name for dim in self._bucketed]
         return [dict(zip(names, key, strict=True)) for key in self.engines if key is not None]
-
-    def with_weights(self, weights: Mapping[str, torch.Tensor]) -> Graph:
-        """The same engines as another layer instance."""
-        return Graph(self.spec, self.engines, weights)
 
     def bucket(self, dim: str, size: int) -> int:
         """The padded size for `size`: the smallest bucket that holds it.
@@ -98,7 +94,7 @@ class Graph:
         )
 
     def run(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run on named tensors (inputs and state of the spec), sizes already padded to buckets."""
+        """Run on named tensors (inputs and state of the spec), already padded to buckets."""
         ordered = [tensors[name] for name in self._names]
         engine = self.engines.get(None)
         if engine is None:

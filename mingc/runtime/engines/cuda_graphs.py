@@ -23,18 +23,18 @@ _WARM_UPS = 2  # the first call of an engine loads its kernels, which is not all
 
 
 def current_device(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` the current one of this thread inside a block; a CPU needs nothing.
+    """Make `device` the current device of this thread inside a block; a CPU needs nothing.
 
-    Loading an engine changes the current device, and code that names none runs on it.
+    Loading an engine changes the current device, and code that names no device runs on it.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class GraphPool:
-    """A capture stream and a memory pool for intermediates, shared by several graphs of one device.
+    """A capture stream and a memory pool for intermediates, which several graphs of one device share.
 
-    Graphs of one pool overwrite each other's intermediates, so they must be replayed on the same stream. Their kernels
-    have the `priority`.
+    Graphs of one pool overwrite each other's intermediates, so replay them on the same stream. Their kernels have the
+    `priority`.
     """
 
     def __init__(self, device: torch.device, priority: int = stream_priority.DECODING) -> None:
@@ -91,7 +91,7 @@ class StagingBuffer:
             for name, value in values.items():
                 self.tensors[name].copy_(value)
             return
-        # Pinned memory from torch's caching allocator, which does not reuse it before the copy has finished.
+        # torch's caching allocator does not reuse this pinned memory before the copy has finished.
         staged = torch.empty(self._block.shape, dtype=torch.uint8, pin_memory=True)
         views = self._views(staged)
         for name, value in values.items():
@@ -106,7 +106,7 @@ class StagingBuffer:
 
 
 class AsyncHostCopy:
-    """Asynchronous copy of tensors to the host. Work launched after it may overwrite `values`."""
+    """Copies tensors to the host asynchronously. Work launched later may overwrite `values`."""
 
     def __init__(self, *values: Tensor) -> None:
         self._copies = values
@@ -125,7 +125,7 @@ class AsyncHostCopy:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors on the host; blocks until they are there."""
+        """Returns the tensors on the host; blocks until they are there."""
         if self._event is not None:
             self._event.synchronize()
         return self._copies
@@ -136,8 +136,8 @@ class GraphRunner:
 
     Args:
         shapes: dtype and shape of every input.
-        run: computes outputs from these inputs without waiting for the device; may mutate state.
-        pool: pool to capture into; None to call `run` directly.
+        run: computes outputs from the inputs without waiting for the device; may mutate state.
+        pool: pool to capture into; None: call `run` directly.
         name: for error messages.
         initial: inputs to capture with; None: zeros.
     """
@@ -162,7 +162,7 @@ class GraphRunner:
             self._graph, self._outputs = pool.capture(lambda: run(self._inputs.tensors), name)
 
     def __call__(self, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Run with these inputs, all of which are required. The next run overwrites the outputs."""
+        """Run with `values`, which name every input. The next run overwrites the outputs."""
         self._inputs.write(values)
         if self._graph is None:
             return self._run(self._inputs.tensors)
@@ -170,6 +170,6 @@ class GraphRunner:
         return self._outputs
 
     def close(self) -> None:
-        """Release the graph; it must not be run any more."""
+        """Release the graph; no run may follow."""
         if self._graph is not None:
             self._graph.reset()

@@ -1,4 +1,4 @@
-"""Weights of a packed bundle, memory-mapped inside it, because the library safetensors opens only whole files.
+"""Reads weights inside a packed bundle by memory mapping: the library safetensors opens only whole files.
 
 File format: 8 bytes with the length of the header, the header as JSON (name → dtype, shape, data_offsets), the data.
 """
@@ -17,7 +17,7 @@ from mingc.artifacts.file_region import FileRegion
 from mingc.dtypes import SAFETENSORS_NAMES
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # as in the library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the library
 
 
 class PackedWeights:
@@ -63,7 +63,7 @@ class PackedWeights:
         return self._metadata
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """The tensor, mapped and not yet read. Raises: SafetensorError for an unknown name."""
+        """Map a tensor; its bytes are not read yet. Raises: SafetensorError for an unknown name."""
         if name not in self._tensors:
             raise SafetensorError(f"File does not contain tensor {name}")
         dtype, shape, begin = self._tensors[name]

@@ -3,11 +3,11 @@
 An ordinary edge between two kernels starts the second one when the first has ended and its writes are visible. A
 programmatic edge starts it as soon as every thread block of the first has executed
 `griddepcontrol.launch_dependents` or ended; the second kernel itself waits (`griddepcontrol.wait`) for that end. Until
-then it may do work that depends on no other kernel, such as prefetching weights.
+then it may do work that depends on no other kernel, for example prefetch weights.
 
-A kernel opts in by a name that ends in `PDL_SUFFIX`. By that it guarantees that every thread block waits before it
-reads what another kernel of the graph writes, and before it writes anything. Only edges into such kernels are changed.
-The captured graph is edited because the launchers of compiled engines do not set the PDL launch attribute.
+A kernel opts in by a name that ends in `PDL_SUFFIX`. The name promises that every thread block waits before it reads
+what another kernel of the graph writes, and before it writes anything. Only edges into these kernels are changed. The
+captured graph is edited because the launchers of compiled engines do not set the PDL launch attribute.
 """
 
 from __future__ import annotations
@@ -49,13 +49,9 @@ class _KernelParams(ctypes.Structure):
 
 
 def enable_pdl(graph: int) -> int:
-    """Make edges of a graph that is not instantiated yet programmatic. Returns how many were changed.
+    """Make edges programmatic in a graph (cudaGraph_t) that is not instantiated yet. Returns how many were changed.
 
-    Only edges into a kernel whose single predecessor is a kernel can be changed.
-
-    Args:
-        graph: its handle (cudaGraph_t).
-
+    An edge can be changed if its target has no other predecessor and both ends are kernels.
     Raises: WorkerError when the driver refuses.
     """
     edges = _pdl_edges(_kernel_names(graph), _edges(graph))

@@ -1,4 +1,4 @@
-"""Weights of layers that an artifact of random weights does not store: generated on the device at load."""
+"""Generates the weights of layers that an artifact of random weights does not store, on the device at load."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import hashlib
 import torch
 from torch import Tensor
 
-_DRAWN_AT_ONCE = 2**26  # elements; float32 draws of all experts would take four times their memory
-_KEPT_SUFFIX = "_scale"  # of quantized weights: what is drawn is their unscaled values
+_DRAWN_AT_ONCE = 2**26  # elements: drawing all experts at once in float32 would take four times their memory
+_KEPT_SUFFIX = "_scale"  # scales of quantized weights are kept; their unscaled values are drawn
 
 
 def drawn_like(stored: Tensor, name: str) -> Tensor:
-    """Another tensor of the distribution of `stored`, for the weight `name`: the same name gives the same values.
+    """Draw a tensor with the distribution of `stored` for the weight `name`: the same name gives the same values.
 
-    Values of floating dtypes are normal with the mean and deviation of `stored`, within its smallest and largest value;
-    for packed ones the rows are permuted. Scales of quantized weights, integers that are not a matrix and tensors of
-    one element are copied. All ranks generate the same values for a weight that each of them has.
+    Floating dtypes get normal values with the mean and deviation of `stored`, between its smallest and largest value.
+    Packed dtypes get the rows of `stored` in another order. Scales of quantized weights, integers that are not a matrix
+    and tensors of one element are copied. All ranks generate the same values for a weight that all of them have.
 
     Args:
         stored: any shape and dtype, on the device to draw on.

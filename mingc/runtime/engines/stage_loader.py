@@ -1,4 +1,4 @@
-"""Load the stages of an artifact on one device: engines, bound weights, state."""
+"""Loads the stages of an artifact on one device: engines, bound weights, state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """The graphs of one stage; all of them share one set of weights, which have the names of the stage.
+    """The graphs of one stage, which share one set of weights, named as in the stage.
 
-    A graph with several instances is its first one; `layer_instances` gives all.
+    A graph of several layers has the weights of the first one; `layer_instances` gives all.
     """
 
     name: str
@@ -40,7 +40,7 @@ class LoadedStage:
 
     @property
     def is_capturable(self) -> bool:
-        """As `Engine.is_capturable`, of all graphs."""
+        """Whether all graphs are (`Engine.is_capturable`)."""
         return all(graph.is_capturable for graph in self.graphs.values())
 
     @property
@@ -59,14 +59,15 @@ class LoadedStage:
         return found
 
     def layer_instances(self, graph: str) -> dict[str, Graph]:
-        """The graph with the weights of each of its instances, in order."""
+        """The graph once for each layer instance, with its weights, in order."""
+        first = self[graph]
         return {
-            instance: self[graph].with_weights(_within(self.weights, instance))
-            for instance in self[graph].spec.layer_instances
+            instance: Graph(first.spec, first.engines, _within(self.weights, instance))
+            for instance in first.spec.layer_instances
         }
 
     def state_specs(self) -> dict[str, TensorSpec]:
-        """Every state tensor of the stage by name; graphs that share a name share the tensor."""
+        """All state tensors of the stage by name; graphs that share a name share the tensor."""
         return {
             join_path(instance, tensor.name): tensor
             for graph in self.graphs.values()
@@ -75,7 +76,7 @@ class LoadedStage:
         }
 
     def allocate_state(self, dims: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-        """Zeroed state tensors with `dims` for their named dims (`KV` rows, `S` slots).
+        """Allocate the state tensors, filled with zeros; `dims` sizes their named dims (`KV` rows, `S` slots).
 
         Raises: ConfigError when the memory of `device` does not suffice.
         """
@@ -104,8 +105,8 @@ def load_stage(
 ) -> LoadedStage:
     """Load every engine of stage `name` and bind the weights of `rank`; `phase` times both parts.
 
-    With `only_first`, of every graph the weights of its first instance alone: enough to run each engine, and little of
-    a decoder's memory. `LoadedStage.layer_instances` is then not to be called.
+    With `only_first`, every graph gets the weights of its first layer instance alone: enough to run every engine, in
+    little of a decoder's memory. Do not call `LoadedStage.layer_instances` then.
 
     Raises: IntegrityError when the weights cannot be read; ArtifactError when the artifact lacks the stage, or an
     engine needs a weight that is missing.
@@ -170,7 +171,7 @@ def _load_graph(
 
 
 def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
-    """The weights of an instance by the names that its engine knows them by."""
+    """The weights of a layer instance, by the names that its engine uses."""
     start = join_path(instance, "")
     return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
 
@@ -188,7 +189,7 @@ def rank_weight_bytes(artifact: Artifact, name: str, rank: int) -> int:
 def _read_weights(
     artifact: Artifact, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """The weights of a rank: memory-mapped on the CPU, copied once to any other device.
+    """Read the weights of a rank: they are memory-mapped on the CPU, and copied once to any other device.
 
     Instances `left_out` are not read. A repeated layer gets its own random weights, so caches cannot flatter its timing
     and its router chooses other experts.
@@ -212,7 +213,7 @@ def _weights_region(artifact: Artifact, record: StageRecord, rank: int) -> FileR
 
 @contextmanager
 def opened_weights(source: Path | FileRegion) -> Iterator[Any]:  # safetensors has no types
-    """An open weights file of an artifact. Raises: IntegrityError when its header is damaged."""
+    """Open a weights file of an artifact. Raises: IntegrityError when its header is damaged."""
     try:
         if isinstance(source, FileRegion) and not source.is_whole:
             yield PackedWeights(source)

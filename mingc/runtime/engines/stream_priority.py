@@ -5,6 +5,6 @@ Kernels of a CUDA graph have the priority of the stream on which they were captu
 
 from __future__ import annotations
 
-ENCODERS = 0  # CUDA's lowest and its default: thinker and talker overtake long encoder calls
+ENCODERS = 0  # the lowest and CUDA's default: thinker and talker overtake long encoder calls
 DECODING = -1  # thinker and talker
 COMMUNICATION = -2  # few thread blocks, for which the other ranks wait

@@ -1,4 +1,4 @@
-"""Builds a running service from an artifact: checks, then speech, then chat, then their threads."""
+"""Builds a running service from an artifact: checks it, loads speech, then chat, and starts their threads."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from mingc.host.machine import current_host, gpu_target
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.request import ServiceInfo
-from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.build_context import BuildContext, free_bytes
 from mingc.runtime.service.chat_builder import build_chat
 from mingc.runtime.service.devices import host_threads, rank_devices, start_device, talker_devices
-from mingc.runtime.service.memory import free_bytes
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import ChatPipeline
@@ -44,7 +43,7 @@ def open_service(
 ) -> OmniService:
     """Load the artifact at `root` and start its threads and ranks. `clock` records the seconds of each phase.
 
-    `media` decodes the media of requests and is closed with the service; None: the service takes none.
+    `media` decodes the media of requests, and the service closes it; None: the service takes no media.
 
     Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
     rank does not start.
@@ -86,7 +85,7 @@ def open_service(
             start_device(device)
         target = gpu_target(device)
         log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
-    # The group of ranks exists before the service that it reports to.
+    # The group of ranks is created before the service to which it reports failures.
     services: list[OmniService] = []
     rank_failures: list[ServeError] = []
 
@@ -95,13 +94,13 @@ def open_service(
         for service in services:
             service.fail(error)
 
-    with ExitStack() as processes:  # ended when something after their start fails
+    with ExitStack() as processes:  # ends them when something after their start fails
         if media is not None:
             processes.callback(media.close)
         context = BuildContext(
             artifact=artifact, options=options, clock=clock, on_failure=on_failure, processes=processes
         )
-        # The thinker last: its KV pages take the memory that the other parts leave free.
+        # The thinker is built last: its KV pages take the memory that the other parts leave free.
         speech = chat = ranks = None
         if speech_stages is not None:
             with clock.phase("set up speech: tokenizer, voices, scheduler"):
@@ -109,7 +108,7 @@ def open_service(
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
                 ranks, chat = build_chat(context, chat_stages, devices, media)
-        # Asking another rank's device creates a CUDA context on it, unless `kv_tokens` has done so already.
+        # Asking for the memory of another rank's device creates a CUDA context there, unless `kv_tokens` has done so.
         has_measured = chat is not None and options.max_total_tokens is None
         context.memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
         service = OmniService(
@@ -161,5 +160,5 @@ def _info(
         has_speech=speech is not None,
         max_model_len=pipeline.loop.scheduler.max_context if pipeline is not None else None,
         max_total_tokens=pipeline.loop.scheduler.pool.max_tokens if pipeline is not None else None,
-        all_reduce=ranks.all_reduce_plan.reason if ranks is not None else None,
+        all_reduce=ranks.worker.all_reduce.plan.reason if ranks is not None else None,
     )

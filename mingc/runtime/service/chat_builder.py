@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
+from collections.abc import Sequence
 
 import torch
 
+from mingc.artifacts.manifest import Manifest
+from mingc.dtypes import torch_dtype
+from mingc.errors import ArtifactError
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder
+from mingc.prompts.tokenizer import load_tokenizer
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.engines.stage_loader import LoadedStage, rank_weight_bytes
 from mingc.runtime.kv_cache import PagePool
-from mingc.runtime.service.build_context import BuildContext
-from mingc.runtime.service.kv_capacity import kv_tokens
-from mingc.runtime.service.memory import HOST
+from mingc.runtime.service.build_context import HOST, BuildContext
 from mingc.runtime.service.pipelines import ChatPipeline
-from mingc.runtime.service.preprocessing import load_tokenizer
 from mingc.runtime.service.served_stages import ChatStages, largest_bucket
+from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
-from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.worker import ThinkerWorker
 
 log = logging.getLogger("mingc.startup")
 
 _PREPARE_ENCODERS = "prepare encoders (CUDA: capture)"
-_CACHED_CHARACTERS = 4 << 20  # of texts whose token ids are kept: 128 prompts of 8,000 tokens, at most 32 MiB
+_CACHED_CHARACTERS = (
+    4 << 20
+)  # texts of so many keep their token ids: 128 prompts of 8,000 tokens, at most 32 MiB
+
+_MIN_KV_TOKENS = 16384
+# KV pages get this share of the memory that is free after everything else is loaded; CUDA graphs and buffers of steps
+# take the rest.
+_KV_SHARE = 0.8
 
 
 def build_chat(
     context: BuildContext, stages: ChatStages, devices: list[torch.device], media: MediaDecoder | None
 ) -> tuple[RankGroup | None, ChatPipeline]:
-    """Load encoders, then the thinker's weights, then its KV pages. The other ranks are None when there is one.
+    """Load encoders, then the thinker's weights, then its KV pages. Returns no group if the thinker has one rank.
 
     Args:
         devices: one for each rank of the thinker; the first one runs the encoders, too.
@@ -50,8 +60,8 @@ def build_chat(
         context.memory.add(HOST, "encoder_cache", options.encoder_cache)
     tokenizer = load_tokenizer(context.artifact, stages.decoder)
     max_context = largest_bucket(context.manifest, stages.decoder, "P") * thinker.page_size
-    runner = _start_thinker(context, stages, devices, max_context)
-    scheduler = _create_scheduler(context, stages, runner, min(max_context, thinker.max_positions))
+    runner, worker = _start_thinker(context, stages, devices, max_context)
+    scheduler = _create_scheduler(context, stages, worker, min(max_context, thinker.max_positions))
     salt = hashlib.sha256(context.manifest.to_json().encode()).digest() if options.prefix_cache else None
     chat = ChatPipeline(
         processor=ChatProcessor(
@@ -106,8 +116,11 @@ def _load_audio(
 
 def _start_thinker(
     context: BuildContext, stages: ChatStages, devices: list[torch.device], max_context: int
-) -> RankGroup | ThinkerWorker:
-    """Load the weights on every rank and then allocate the KV pages from the memory that is left."""
+) -> tuple[RankGroup | ThinkerWorker, ThinkerWorker]:
+    """Load the weights on every rank and then allocate the KV pages from the memory that is left.
+
+    Returns what runs the steps, and the worker of this process.
+    """
     options, decoder, page_size = context.options, stages.decoder, stages.thinker.page_size
 
     def load() -> LoadedStage:
@@ -138,37 +151,65 @@ def _start_thinker(
             options=options.steps,
         )
         context.processes.callback(runner.close)
+        worker = runner.worker
     else:
         stage = load()
-        runner = start(stage, count_pages())
+        runner = worker = start(stage, count_pages())
     for rank, device in enumerate(devices):
         if rank:
             num_bytes = rank_weight_bytes(context.artifact, decoder, rank)
             context.memory.add(device, f"{decoder}_weights", num_bytes)
-        context.memory.add(device, "kv_pages", runner.state_bytes)
-    if runner.latency_model is not None:
+        context.memory.add(device, "kv_pages", worker.state_bytes)
+    if worker.latency_model is not None:
         log.info(
             "ms of a prompt's chunk by tokens %s, of a decode step by requests %s",
             *(
                 {size: round(ms, 2) for size, ms in each}
-                for each in (runner.latency_model.chunks, runner.latency_model.decodes)
+                for each in (worker.latency_model.chunks, worker.latency_model.decodes)
             ),
         )
-    return runner
+    return runner, worker
+
+
+def kv_tokens(
+    manifest: Manifest, decoder: str, devices: Sequence[torch.device], *, requested: int | None, context: int
+) -> int:
+    """Number of tokens that the KV pages hold: as `requested`, else by free memory on a GPU, or as a few requests need.
+
+    Call it after every rank has loaded everything else: it measures the free memory of the fullest of `devices`.
+
+    Raises: ArtifactError when the decoder has no attention graph.
+    """
+    if requested is not None:
+        return requested
+    if devices[0].type != "cuda":
+        return max(context, _MIN_KV_TOKENS)
+    record = manifest.stages[decoder].graphs.get("decode_attention")
+    if record is None:
+        raise ArtifactError(
+            f"stage {decoder} has no graph decode_attention", where="manifest.json", fix="export again"
+        )
+    attention = record.spec
+    row_bytes = len(attention.layer_instances) * sum(
+        torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
+        for tensor in attention.state
+    )
+    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+    return max(context, int(free * _KV_SHARE) // row_bytes)
 
 
 def _create_scheduler(
-    context: BuildContext, stages: ChatStages, runner: RankGroup | ThinkerWorker, max_context: int
+    context: BuildContext, stages: ChatStages, worker: ThinkerWorker, max_context: int
 ) -> ThinkerScheduler:
-    """`max_context`: tokens of a request that the artifact allows; the KV pages may hold fewer."""
+    """Create the scheduler. The artifact allows requests of `max_context` tokens; the KV pages may hold fewer."""
     options = context.options
     batch = largest_bucket(context.manifest, stages.decoder, "B")
     scheduler = ThinkerScheduler(
-        PagePool(runner.num_pages, stages.thinker.page_size),
+        PagePool(worker.num_pages, stages.thinker.page_size),
         max_running=min(options.max_running or batch, batch),
-        chunk=runner.chunk,
+        chunk=worker.chunk,
         prefill_policy=ChunkedPrefillPolicy(
-            num_layer_groups=runner.num_layer_groups, latency_model=runner.latency_model
+            num_layer_groups=worker.num_layer_groups, latency_model=worker.latency_model
         ),
         max_context=max_context,
         max_waiting=options.max_waiting,

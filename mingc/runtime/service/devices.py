@@ -14,11 +14,11 @@ _TALKER_DEVICE = "--talker-device"
 
 
 def host_threads(device: str, requested: int | None) -> int | None:
-    """Threads for torch's work on the host; None leaves torch's setting alone.
+    """Threads for torch's work on the host; None keeps torch's setting.
 
-    With a GPU the host only prepares inputs. A copy of more than 32,768 values, such as the inputs of a prompt or of
-    sixteen patches, would use several threads and wait until the last one is scheduled, sometimes for many times the
-    duration of the copy.
+    With a GPU the host only prepares inputs. A copy of more than 32,768 values (the inputs of a prompt or of sixteen
+    patches) would use several threads and wait until the last one is scheduled, sometimes for many times the duration
+    of the copy.
     """
     return 1 if requested is None and device == "cuda" else requested
 
@@ -42,7 +42,7 @@ def rank_devices(kind: str, world_size: int) -> list[torch.device]:
 
 
 def talker_devices(options: EngineOptions, recorded: Fingerprint, *, has_speech: bool) -> list[torch.device]:
-    """The devices that are asked for; none: the default.
+    """The devices that `options` name for talkers; an empty list means the default.
 
     Raises: ConfigError when no talker is loaded, its engines run on another kind of device, or a GPU is not visible;
         IncompatibleError when its engines do not run on one of the GPUs.

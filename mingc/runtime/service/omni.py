@@ -19,12 +19,13 @@ from typing import TypeVar
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
-from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     ChatRequest,
     Event,
     MemoryUse,
+    Recorder,
     SamplingParams,
     ServiceInfo,
     ServiceLoad,
@@ -56,10 +57,10 @@ class OmniService:
     `chat` and `speech` are called on an event loop, one loop at a time.
 
     Args:
-        chat: None when the artifact has no thinker.
-        speech: None when it has no talker.
-        ranks: the thinker's other processes, closed with the service.
-        num_threads: threads of preprocessing.
+        chat: None without a thinker.
+        speech: None without a talker.
+        ranks: the group of the thinker's ranks, which the service closes; None for one rank.
+        num_threads: how many threads preprocess requests.
         max_pending_patches: see `SpeechStream`.
         memory: what was allocated at start.
     """
@@ -75,7 +76,7 @@ class OmniService:
         max_pending_patches: int = 128,
         memory: tuple[MemoryUse, ...] = (),
     ) -> None:
-        self._info = info
+        self.info = info
         self._chat = chat
         self._speech = speech
         self._ranks = ranks
@@ -99,10 +100,6 @@ class OmniService:
             loop.start()
 
     @property
-    def info(self) -> ServiceInfo:
-        return self._info
-
-    @property
     def is_ready(self) -> bool:
         """Whether all threads and ranks are alive and new requests are accepted."""
         has_all_ranks = self._ranks is None or self._ranks.is_alive
@@ -116,7 +113,7 @@ class OmniService:
 
     @property
     def load(self) -> ServiceLoad:
-        """See `Service`. Reads lengths without locks, which is atomic in CPython; listeners under locks of talkers."""
+        """See `Service`. Reads lengths without locks (atomic in CPython), and listeners under the talkers' locks."""
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
@@ -160,7 +157,7 @@ class OmniService:
         return self._chat is not None and self._chat.loop.has_prefix_cache
 
     def forget_caches(self) -> None:
-        """Prevent later requests from reusing results of earlier ones. For checks and measurements."""
+        """Prevent later requests from reusing results of earlier requests. For checks and measurements."""
         if self._chat is not None:
             self._chat.loop.forget_prefixes()
             self._chat.processor.forget_texts()
@@ -179,10 +176,7 @@ class OmniService:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """Resources that requests hold at present, by kind: all 0 when none is running.
-
-        For checks; read like `load`.
-        """
+        """Resources that requests hold at present, by kind: all 0 when no request runs. For checks; see `load`."""
         held = Counter({"requests": len(self._running), "chat requests": len(self._running_chats)})
         for loop in (*self._encoders, *self._loops):
             held.update(loop.held)  # adds: talkers hold the same kinds
@@ -217,10 +211,10 @@ class OmniService:
         recorder: Recorder | None = None,
         is_live: bool = False,
     ) -> AsyncIterator[Event]:
-        """Events of the answer to the prompt that `prepare` returns; it is called in the preprocessing threads.
+        """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
         Args:
-            noise: of the speech; None: derived from its seed.
+            noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
         """
@@ -247,16 +241,18 @@ class OmniService:
                 if encoded:
                     prompt = replace(
                         prompt,
-                        media_embeds=await media_embeds(prompt.embed_kind, encoded, pipeline.loop.device),
+                        media_embeds=await media_embeds(
+                            prompt.embed_kind, encoded, pipeline.loop.runner.device
+                        ),
                     )
                 timings.mark("encoded")
                 run = ChatOutputProcessor(
-                    pipeline.tokenizer.detokenizer(),
+                    Detokenizer(pipeline.tokenizer),
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
                     spoken_text=spoken_text,
-                    sample_rate=self._info.sample_rate,
+                    sample_rate=self.info.sample_rate,
                     timings=timings,
                 )
                 job = pipeline.loop.submit(
@@ -294,7 +290,7 @@ class OmniService:
         is_live: bool = False,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of normalised pieces of text, one segment each; `pieces` is read in another thread."""
+        """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -307,9 +303,7 @@ class OmniService:
                 if speech_stream.is_finished:
                     raise RequestError("the text has nothing to speak", param="input")
                 timings.mark("prepared")
-                run = SpeechOutputProcessor(
-                    speech_stream, sample_rate=self._info.sample_rate, timings=timings
-                )
+                run = SpeechOutputProcessor(speech_stream, sample_rate=self.info.sample_rate, timings=timings)
                 while not run.is_done:
                     item = await stream.get()
                     assert item is not None
@@ -324,7 +318,7 @@ class OmniService:
             return
         self._is_closing = True
         if self._speech is not None:
-            self._speech.talkers.stop_pacing()  # at the speed of its playback most speech would be cut off
+            self._speech.talkers.stop_pacing()  # paced speech would mostly be cut off
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
@@ -341,7 +335,7 @@ class OmniService:
             report(error)
 
     def fail(self, error: ServeError) -> None:
-        """Fail all chats and report `error` to `on_failure`: a rank of the thinker is lost. Any thread may call it.
+        """Fail all chats and report `error` to `on_failure`, when a rank of the thinker is lost. Thread-safe.
 
         Speech requests continue until the process ends.
         """

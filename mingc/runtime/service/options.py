@@ -9,7 +9,7 @@ from mingc.options import BYTES, SECONDS, check, option
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-# More than any machine has; beyond it torch's and the clock's numbers end.
+# No machine has so much; the numbers of torch and of the clock end beyond.
 _MOST_TOKENS, _MOST_SECONDS = 1 << 40, 100_000 * 3600
 
 

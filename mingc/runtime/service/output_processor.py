@@ -1,6 +1,6 @@
-"""Output of one request on the event loop: tokens → text, text → speech segments, both → events.
+"""Turns the output of one request into events, on the event loop: tokens → text → speech segments.
 
-Pure logic between a `RequestStream` and the client: it neither waits nor runs an engine.
+This is pure logic between a `RequestStream` and the client: it neither waits nor runs an engine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import replace
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
 from mingc.runtime.request import (
     AudioDelta,
     Done,
     Event,
     FinishReason,
+    Recorder,
     SamplingParams,
     SpeechParams,
     TextDelta,
@@ -42,7 +42,7 @@ class Timings:
         self.mark_at(name, time.perf_counter())
 
     def mark_at(self, name: str, at: float | None) -> None:
-        """Mark a moment of `time.perf_counter`, which may be in the past; None: unknown."""
+        """Mark a moment of `time.perf_counter`, which may be in the past; None is ignored."""
         if name not in self._moments and at is not None:
             self._moments[name] = round((at - self._start) * 1000, 3)
 
@@ -54,9 +54,9 @@ class SpeechStream:
     """Speech of one request: a stream of segments in the talker.
 
     Args:
-        max_pending_patches: unread patches at which the talker stops generating for this request.
-        is_live: whether the speech is paced: played while it is generated.
-        recorder: of all patches.
+        max_pending_patches: the talker pauses this request while so many patches are unread.
+        is_live: whether the client plays the speech while it is generated; it is then paced.
+        recorder: gets the values of all patches.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SpeechStream:
             self._loop.add(self._stream, segment)
 
     def consume(self, patch: AudioDelta) -> None:
-        """Count a patch that was taken from the request's stream and is sent at once."""
+        """Count a patch that was taken from the request's stream and is sent now."""
         if not self.num_patches:
             self._loop.begin_playback(self._stream)
         self.num_patches += 1
@@ -147,15 +147,11 @@ class ChatOutputProcessor:
         self._sample_rate = sample_rate
         self._timings = timings
         self._finish: FinishReason | None = None
-        self._is_done = False
+        self.is_done = False
 
     @property
     def is_text_done(self) -> bool:
         return self._finish is not None
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
 
     @property
     def wait_s(self) -> float | None:
@@ -163,7 +159,7 @@ class ChatOutputProcessor:
         return None if self._spoken_text is None or self.is_text_done else self._spoken_text.tick_s
 
     def accept(self, item: Item | None) -> list[Event]:
-        """Events that follow from an item; None is a timer tick. Raises: the error of a failed request."""
+        """The events that an item causes; None is a timer tick. Raises: the error of a failed request."""
         events: list[Event] = []
         match item:
             case FailedItem():
@@ -206,7 +202,7 @@ class ChatOutputProcessor:
         return events
 
     def _find_stop(self, text: str) -> tuple[str, bool]:
-        """See `StopStrings.push`. Text of the first `min_tokens` tokens is not searched."""
+        """See `StopStrings.push`. Does not search the text of the first `min_tokens` tokens."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
     def _speak(self, pieces: Iterable[str]) -> None:
@@ -214,7 +210,7 @@ class ChatOutputProcessor:
         self._speech_stream.enqueue(pieces)
 
     def _done(self) -> Done:
-        self._is_done = True
+        self.is_done = True
         self._timings.mark("done")
         return Done(
             finish_reason=self._finish or "stop",
@@ -227,7 +223,7 @@ class ChatOutputProcessor:
 
 
 class SpeechOutputProcessor:
-    """Events of one speech request; all its segments are queued at the start."""
+    """Events of one speech request, whose segments are all queued at the start."""
 
     def __init__(self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings) -> None:
         self._speech_stream = speech_stream

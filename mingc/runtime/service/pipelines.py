@@ -1,4 +1,4 @@
-"""The parts of a service that answer chats and that speak, and the media embeddings of a prompt."""
+"""The parts of a service that answer chats and the parts that speak, and the media embeddings of a prompt."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
 
-Encoded = dict[int, list[Future[Tensor]]]  # by the kind of token; in the order of `MediaFeatures`
+Encoded = dict[int, list[Future[Tensor]]]  # by `embed_kind`, in the order of `MediaFeatures`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatPipeline:
-    """Parts that answer chat requests: prompt building, encoders, thinker."""
+    """The parts that answer chats: prompt processor, encoders, thinker."""
 
     processor: ChatProcessor
     tokenizer: TextTokenizer
     vision: EncoderLoop[VisionFeatures] | None
     audio: EncoderLoop[AudioFeatures] | None
     loop: ThinkerLoop
-    encoder_cache: EncoderCache | None = None  # of both encoders
-    media: MediaDecoder | None = None  # closed with the service
+    encoder_cache: EncoderCache | None = None  # both encoders share it
+    media: MediaDecoder | None = None  # the service closes it
 
     def prepare(
         self, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
@@ -49,7 +49,7 @@ class ChatPipeline:
         """Build a prompt, and submit its media to the encoders. Blocks.
 
         Returns the prompt without media embeddings, its keys for the prefix cache, and futures of the embeddings.
-        Raises: RequestError when it exceeds the context.
+        Raises: RequestError when the prompt exceeds the context.
         """
         timings.mark("preprocessing")
         prepared = prepare()
@@ -73,7 +73,7 @@ class ChatPipeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpeechPipeline:
-    """Parts that generate speech."""
+    """The parts that generate speech."""
 
     planner: SpeechPlanner
     talkers: TalkerGroup
@@ -90,10 +90,10 @@ async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: 
     finally:
         for futures in encoded.values():
             for future in futures:
-                future.cancel()  # of a request that has ended; does nothing to results
+                future.cancel()  # withdraws the media of a request that has ended; finished futures stay
     found = [each for tensors in values.values() for each in tensors]
     if len(found) == 1 and (device.type == "cpu" or found[0].is_pinned()):
-        return found[0].to(device, non_blocking=True)  # there is nothing to place
+        return found[0].to(device, non_blocking=True)  # one medium fills all places
     return await asyncio.to_thread(place, embed_kind, values, device)
 
 
@@ -101,7 +101,7 @@ async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: 
 def place(
     embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device
 ) -> Tensor:
-    """Rows (M, D) for the media tokens of a prompt: copies of the embeddings (tokens, D) of each kind in turn."""
+    """Copy the embeddings (tokens, D) of each kind to their media tokens: rows (M, D)."""
     kinds = embed_kind[embed_kind > 0]
     first = next(iter(encoded.values()))[0]
     shape = (len(kinds), first.shape[1])

@@ -1,4 +1,4 @@
-"""The stages that a service runs, found in the stage graph by walking back from the client, and their parameters."""
+"""Finds the stages that a service runs, and their parameters, by walking the stage graph back from the client."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MEDIA_PORTS = ("image", "video", "audio")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatStages:
-    """The text decoder and its encoders; an encoder that the artifact lacks is None, with its parameters.
+    """The text decoder and its encoders, with their parameters; None for an encoder that the artifact lacks.
 
-    `ports`: the kinds of media that an encoder produces for the decoder.
+    `ports`: the kinds of media for which the decoder has an encoder.
     """
 
     decoder: str
@@ -56,7 +56,7 @@ class SpeechStages:
 
 
 def find_chat_stages(manifest: Manifest) -> ChatStages | None:
-    """None when no stage produces text for the client. Raises: ArtifactError for stages that a service cannot run."""
+    """The stages of chat; None when no stage produces text. Raises: ArtifactError for stages that cannot be served."""
     graph = manifest.graph
     decoder = graph.text_decoder()
     if decoder is None:
@@ -85,7 +85,7 @@ def find_chat_stages(manifest: Manifest) -> ChatStages | None:
 
 
 def find_speech_stages(manifest: Manifest) -> SpeechStages | None:
-    """None unless all stages of speech are there. Raises: ArtifactError for stages that a service cannot run."""
+    """The stages of speech; None unless all are there. Raises: ArtifactError for stages that cannot be served."""
     graph = manifest.graph
     path = graph.speech_path()
     if path is None:
@@ -119,7 +119,7 @@ def _check_policy(graph: StageGraph, stage: str, expected: Policy) -> None:
 
 
 def largest_bucket(manifest: Manifest, stage: str, dim: str) -> int:
-    """The largest size of `dim` that every graph of `stage` with this dim has a bucket for. Raises: ArtifactError."""
+    """The largest size of `dim` for which all graphs of `stage` that have it have a bucket. Raises: ArtifactError."""
     graphs = [record.spec for record in manifest.stages[stage].graphs.values()]
     sizes = [
         max(each.buckets) for graph in graphs for each in graph.dims if each.name == dim and each.buckets

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
+from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import Manifest
+from mingc.errors import ArtifactError
+from mingc.prompts.speech_prompt import SpeechPromptBuilder
+from mingc.prompts.tokenizer import load_tokenizer
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.service.build_context import BuildContext
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
-from mingc.runtime.service.preprocessing import create_speech_planner
 from mingc.runtime.service.served_stages import SpeechStages, largest_bucket
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
 
@@ -58,8 +62,42 @@ def build_speech(
     )
 
 
+def create_speech_planner(
+    artifact: Artifact, stages: SpeechStages, *, parse_special_tokens: bool = False
+) -> SpeechPlanner:
+    """The planner of speech segments, with the artifact's voices."""
+    voices = {record.name: load_voice(artifact, record) for record in artifact.manifest.voices}
+    for voice in voices.values():
+        _check_voice(voice, stages)
+    tokenizer = load_tokenizer(artifact, stages.speech_llm)
+    return SpeechPlanner(
+        SpeechPromptBuilder(tokenizer, parse_special_tokens=parse_special_tokens),
+        voices,
+        parameters=stages.talker,
+        flow=stages.flow,
+        vae=stages.vae,
+    )
+
+
+def _check_voice(voice: VoicePack, stages: SpeechStages) -> None:
+    """Raises: ArtifactError when the tensors of `voice` do not fit the engines."""
+    talker, flow, patches = stages.talker, stages.flow, len(voice.embeds)
+    found = (voice.latents.shape, voice.embeds.shape, voice.speaker.shape)
+    expected = (
+        (patches * flow.latents_per_patch, flow.latent_dim),
+        (patches, talker.hidden_size),
+        (talker.hidden_size,),
+    )
+    if found != expected:
+        raise ArtifactError(
+            f"voice {voice.name} has tensors of shape {found}; this model's have {expected}",
+            where="voices",
+            fix="export again from the checkpoint of this model",
+        )
+
+
 def _num_slots(manifest: Manifest, stages: SpeechStages, options: EngineOptions) -> int:
-    """Slots of each talker, with slot 0, which pads. Paced speech may have more of them than a batch has rows."""
+    """Slots of each talker, including slot 0 for padding. Paced speech may have more slots than a batch has rows."""
     largest = min(largest_bucket(manifest, name, "B") for name in stages.names)
     graphs = [record.spec for name in stages.names for record in manifest.stages[name].graphs.values()]
     states = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]

@@ -13,21 +13,19 @@ OTHER = "other"
 
 
 class StartupClock:
-    """Seconds of each phase since the clock was made, each logged when it ends. Repeated phases are summed.
+    """Measures the seconds of each phase and logs a phase when it ends. Repeated phases are summed.
 
-    The time of a nested phase is not counted in the outer one, so that the phases add up to the whole.
+    An outer phase does not count the time of an inner one, so that the phases add up to the whole.
     """
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
-        self._inner = [
-            0.0
-        ]  # seconds of the phases inside each open phase; the first entry is the clock's own
+        self._inner = [0.0]  # seconds of the phases inside each open phase; the first entry: of all phases
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, in the order in which they began; `other` is the time so far that no phase covers."""
+        """Seconds of all phases, in the order in which they began; `other` is the time that no phase covers."""
         passed = time.perf_counter() - self._started
         return {
             name: round(value, 3) for name, value in {**self._seconds, OTHER: passed - self._inner[0]}.items()

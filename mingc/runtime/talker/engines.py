@@ -1,4 +1,4 @@
-"""Talker engines: runs the three speech stages (talker, cfm, audio_vae) on the state of all slots.
+"""Talker engines: run the three speech stages (talker, cfm, audio_vae) on the state of all slots.
 
 `TalkerWorker` calls them with prompts and patches; `PatchPipeline` orders the networks of a patch. A slot holds the
 device state of one running segment: KV rows, the hidden state that conditions its next patch, the previous latents,
@@ -24,19 +24,19 @@ from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 _ALIGNMENT = 16  # bytes; engines copy inputs with a smaller alignment
 _META = torch.device("meta")
-_NUM_LANES = 4  # prompts that run concurrently; a single one leaves most of a GPU idle
+_NUM_LANES = 4  # so many prompts run concurrently; one prompt leaves most of a GPU idle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Lane:
-    """Captured prompts of every size and the stream they are replayed on (None on the CPU)."""
+    """Captured prompts of every size, and the stream that replays them (None on the CPU)."""
 
     stream: torch.cuda.Stream | None
     prompts: Mapping[int, GraphRunner]
 
 
 class TalkerEngines:
-    """Runs prompts and patches. On CUDA every size is captured by the constructor, and replayed.
+    """Runs prompts and patches. On CUDA the constructor captures every size, and calls replay them.
 
     Args:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
@@ -97,7 +97,7 @@ class TalkerEngines:
         return sum(each.nbytes for each in state)
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
-        """Launch one patch of `size` rows, after all prompts launched so far. See `PatchPipeline.launch`."""
+        """Launch one patch of `size` rows after all prompts that were launched so far. See `PatchPipeline.launch`."""
         self._wait_for_prompts()
         return self._patches.launch(size, inputs)
 
@@ -139,7 +139,7 @@ class TalkerEngines:
 
     @contextmanager
     def _lane(self, slot: int) -> Iterator[_Lane]:
-        """Launch work inside the block on the lane of `slot`, after all work launched outside lanes."""
+        """Launch the work inside the block on the lane of `slot`, after all work that was launched outside lanes."""
         lane = self._lanes[slot % len(self._lanes)]
         if lane.stream is None:
             yield lane
@@ -150,7 +150,7 @@ class TalkerEngines:
         self._busy.add(lane.stream)
 
     def _wait_for_prompts(self) -> None:
-        """Order all further work after the prompts launched so far."""
+        """Order all later work after the prompts that were launched so far."""
         for stream in self._busy:
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._busy.clear()
@@ -206,9 +206,9 @@ def num_lanes(prefill: Graph, *, is_captured: bool) -> int:
 def _allocate_rows(
     talker: LoadedStage, num_slots: int, device: torch.device
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Allocate the KV rows of all layers as zeros: by name, and the tensor (states, slots, rows, …) they are slices of.
+    """Allocate the KV rows of all layers as zeros: slices by name, and the whole tensor (states, slots, rows, …).
 
-    One tensor allows copying the rows of a slot at once; 48 single copies take the host 0.2 ms per segment.
+    With one tensor, the rows of a slot are copied at once; 48 single copies take the host 0.2 ms per segment.
     """
     names = sorted(talker.state_specs())
     one = {

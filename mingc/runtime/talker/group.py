@@ -1,6 +1,6 @@
-"""Talker group: the talkers of one service, one per device, and which of them speaks a request.
+"""Talker group: the talkers of one service, one per device; it chooses the talker of a request.
 
-A stream stays on the talker that it was opened on: its segments share a voice's prefix, and its playback has one clock.
+A stream stays on the talker that opened it: its segments share a voice's prefix, and its playback has one clock.
 Samples do not depend on the talker, because noise belongs to the request.
 """
 
@@ -13,21 +13,18 @@ from mingc.runtime.talker.loop import TalkerLoop
 
 
 class TalkerGroup:
-    """One or more talkers that take equally many streams.
-
-    The service starts, watches and stops `loops` one by one.
-    """
+    """Spreads streams over one or more talkers. The service starts, watches and stops `loops` one by one."""
 
     def __init__(self, loops: Sequence[TalkerLoop]) -> None:
         assert loops, "a group has a talker"
         self.loops = tuple(loops)
 
     def place(self) -> TalkerLoop:
-        """The talker for a new stream: the one with the fewest open streams, of equal ones the first.
+        """The talker for a new stream: the first one that has the fewest open streams.
 
-        Its `open` raises CapacityError only if every talker is full. A talker that has failed gets no stream while
-        another one runs; if none does, `open` raises the failure. Called on the event loop, which opens the stream
-        before it places another one.
+        Its `open` raises CapacityError only if every talker is full. A failed talker gets no stream while another one
+        runs; if no talker runs, `open` raises the failure. The event loop calls it, and opens the stream before it
+        places another one.
         """
         healthy = [loop for loop in self.loops if loop.is_healthy]
         return min(healthy or self.loops, key=lambda loop: loop.num_streams)
@@ -47,10 +44,10 @@ class TalkerGroup:
 
     @property
     def num_underruns(self) -> int:
-        """As `TalkerLoop.num_underruns`."""
+        """See `TalkerLoop.num_underruns`."""
         return sum(loop.num_underruns for loop in self.loops)
 
     def stop_pacing(self) -> None:
-        """Make all speech as fast as possible from now on."""
+        """Generate all speech as fast as possible from now on."""
         for loop in self.loops:
             loop.stop_pacing()

@@ -1,4 +1,4 @@
-"""Launch timing of patches: how long patches take, and when to launch the next one. Plain numbers; no torch."""
+"""Launch timing: estimates how long patches take, and decides when to launch the next one. Plain numbers; no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 _MIN_LEAD_S = 0.003  # the host needs about 1 ms to launch 32 rows, and as long to acquire the GIL
 _MAX_LEAD_S = 1.0
-_LATE_S = 0.001  # a launch with less device work left counts as late
-_GROWTH = 1.02  # per patch, most growth of an estimate
+_LATE_S = 0.001  # a launch is late when less device work is left
+_GROWTH = 1.02  # an estimate grows at most by this factor per patch
 
 
 class PatchLatencyModel:
     """Estimates when launched patches will end. Times are in seconds of one clock.
 
-    The estimate for a batch size is about the minimum of the last few dozen patches, because some have waited for
-    prompts, and some were observed late by the host.
+    The estimate for a batch size is about the minimum of the last few dozen patches, because some patches wait for
+    prompts, and the host observes some late.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class PatchLatencyModel:
         self._last_end = float("-inf")
 
     def observe(self, size: int, launched: float, ended: float) -> None:
-        """Record a patch of `size` rows and the times of its launch and end. The device runs patches in order."""
+        """Record when a patch of `size` rows was launched and when it ended. The device runs patches in order."""
         took = ended - max(launched, self._last_end)
         self._seconds[size] = min(took, _GROWTH * self._seconds.get(size, took))
         self._last_end = ended
@@ -50,7 +50,7 @@ class LaunchTimingPolicy:
         self.lead_s = _MIN_LEAD_S
 
     def observe(self, left_s: float, *, was_held: bool) -> None:
-        """Record a launch with `left_s` of device work left. `was_held`: it was held back until the lead."""
+        """Record a launch with `left_s` of device work left. `was_held`: the launch waited until the lead."""
         was_late = was_held and left_s < _LATE_S
         lead_s = 2 * self.lead_s if was_late else 0.99 * self.lead_s
         self.lead_s = min(_MAX_LEAD_S, max(_MIN_LEAD_S, lead_s))

@@ -1,7 +1,7 @@
-"""Talker loop: a thread that admits and removes segments at patch boundaries and runs patches for all others.
+"""Talker loop: a thread that admits and removes segments at patch boundaries, and runs patches.
 
-The service opens a stream per request and adds its segments, which the planner made from text. The scheduler assigns
-slots, the pacing chooses whose patches are due, this loop launches and collects them on the worker, and samples go out
+The service opens a stream per request and adds the segments that the planner made from its text. The scheduler assigns
+slots, the pacing chooses whose patches are due, this loop launches and collects them on the worker, and passes samples
 through `emit` to the request's stream.
 """
 
@@ -19,8 +19,7 @@ import numpy as np
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
 from mingc.runtime.talker.pacing import SpeechPacing
@@ -29,7 +28,7 @@ from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
 
-_POLL_S = 0.005  # how often a held launch checks the device, because the estimate may be far too long
+_POLL_S = 0.005  # a held launch checks the device so often, because the estimate may be far too long
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +44,11 @@ class TalkerLoop(EngineThread):
     """Runs the speech of the requests that are opened on it.
 
     Args:
-        name: name of the thread, used in its errors.
+        name: name of the thread; its errors have it.
         speech_lead: patches that live speech may be ahead of its playback; 0: all speech is generated as fast as
             possible.
-        slow_client_timeout_s: a request fails if a single pause for its slow client is longer.
-        clock: seconds, for this timeout and for playback.
+        slow_client_timeout_s: a request fails if one pause for its slow client is longer.
+        clock: returns seconds, for this timeout and for playback.
 
     Attributes:
         due_at: when the next held stream becomes due, by `clock`; infinite if none is held.
@@ -77,7 +76,7 @@ class TalkerLoop(EngineThread):
         self.due_at = math.inf
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
-        self._was_held = False  # whether the next launch was held back until its lead
+        self._was_held = False  # whether the next launch has waited until its lead
 
     @property
     def held(self) -> dict[str, int]:
@@ -93,7 +92,7 @@ class TalkerLoop(EngineThread):
 
     @property
     def num_streams(self) -> int:
-        """Open streams: speaking, waiting to speak, or without a segment yet."""
+        """How many streams are open: they speak, wait to speak, or have no segment yet."""
         return len(self._streams)
 
     @property
@@ -115,10 +114,10 @@ class TalkerLoop(EngineThread):
         is_live: bool = False,
         recorder: Recorder | None = None,
     ) -> int:
-        """Open a stream. Returns its id. Both functions are called on the talker's thread.
+        """Open a stream. Returns its id. The talker's thread calls both functions.
 
         `is_behind` returns whether the client has as many unread patches as it may; the stream pauses until it reads.
-        `is_live`: it is played while it is generated, so it is paced; its owner calls `begin_playback`.
+        `is_live`: the stream is played while it is generated, so it is paced; its owner calls `begin_playback`.
         Raises: CapacityError when too many streams are open.
         """
         with self._lock:
@@ -156,7 +155,7 @@ class TalkerLoop(EngineThread):
         self.post(lambda: self._remove(stream))
 
     def _run(self) -> None:
-        # CUDA has a current device per thread; engines and pinned buffers that name no device use it.
+        # Engines and pinned buffers that name no device use the current device of the thread.
         with current_device(self.worker.device):
             super()._run()
 
@@ -201,7 +200,7 @@ class TalkerLoop(EngineThread):
         return self._pacing.admissible(self.scheduler.waiting, self._clock())
 
     def _due_slots(self, streams: Sequence[int], admitted_at: float) -> list[int]:
-        """Slots of the next patch: those of the launchable `streams` that are due, at most a batch."""
+        """Slots of the next patch: of the launchable `streams` that are due, at most a batch."""
         now = self._clock()
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
         due = self._pacing.due(streams, now, is_crowded=is_crowded)
@@ -209,9 +208,9 @@ class TalkerLoop(EngineThread):
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
 
     def _wait_for_segments(self) -> bool:
-        """Delay the next launch for new segments, as long as the device stays busy without it.
+        """Delay the next launch for new segments while the device stays busy without it.
 
-        A segment that just misses a launch starts a whole patch later. False: launch now. True: call again.
+        A segment that just misses a launch starts a whole patch later. Returns False to launch now, True to call again.
         """
         left = self.worker.remaining_s() - self._launch_timing.lead_s
         if left <= 0.0:
@@ -236,7 +235,7 @@ class TalkerLoop(EngineThread):
             self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
 
     def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
-        """Emit patches by slot and end segments that are finished."""
+        """Emit `patches`, by slot, and end the segments that are finished."""
         with self._lock:
             owners = [self.scheduler.slots.owner(slot) for slot in patches]
         for stream, patch in zip(owners, patches.values(), strict=True):
@@ -256,7 +255,7 @@ class TalkerLoop(EngineThread):
             self._pacing.end_segment(stream)
 
     def _find_behind(self) -> set[int]:
-        """Streams that are paused for a slow client. Fails those that exceed the timeout."""
+        """Streams that pause for a slow client. Fails a stream whose pause exceeds the timeout."""
         now = self._clock()
         with self._lock:
             running = self.scheduler.batch()

@@ -1,6 +1,6 @@
 """Pacing of speech: when the next patch of a stream may be launched, and which streams come first.
 
-Speech for a listener is generated only a few patches ahead of its playback, which leaves device time for others. Plain
+Speech for a listener is generated only a few patches ahead of its playback, which leaves device time to others. Plain
 Python; imports no torch. All times are seconds of one clock, which the caller reads.
 
 The talker loop calls it under its lock. Not thread-safe.
@@ -26,8 +26,8 @@ class _Stream:
         arrived_at: time of its first segment.
         launched_at: time of its last launch.
         started_at: when playback started, shifted by every stall since.
-        num_samples: samples ready, of all segments.
-        in_flight: patches launched and not ready.
+        num_samples: how many samples of all segments are ready.
+        in_flight: how many patches are launched and not ready.
         was_paused: whether its client has not read since the last patch; a late patch then does not count as an
             underrun.
         earliest: when its next patch may be launched. Stored, because every launch looks at all streams.
@@ -65,7 +65,7 @@ class SpeechPacing:
         # How long a launch waits for others; at least one patch of the lead must remain for generating it.
         self._slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
         self._streams: dict[int, _Stream] = {}
-        self.num_underruns = 0  # patches that were ready after their playback time
+        self.num_underruns = 0  # how many patches were ready after their playback time
 
     def release(self) -> None:
         """Delay no stream from now on."""
@@ -82,20 +82,20 @@ class SpeechPacing:
         self._streams.pop(stream, None)
 
     def arrive(self, stream: int, now: float) -> None:
-        """A segment of the stream has arrived."""
+        """Record that a segment of the stream has arrived."""
         each = self._streams[stream]
         if each.arrived_at is None:
             each.arrived_at = now
 
     def begin_playback(self, stream: int, now: float) -> None:
-        """The first audio of the stream is sent; does nothing when called again, or if the stream is unknown."""
+        """Record that the first audio of the stream is sent. Does nothing for a later call or an unknown stream."""
         each = self._streams.get(stream)
         if each is not None and each.started_at is None:
             each.started_at = now
             each.earliest = self._earliest(each)
 
     def launch(self, streams: Iterable[int], now: float) -> None:
-        """The next patch of each stream was launched."""
+        """Record that the next patch of each stream was launched."""
         for stream in streams:
             each = self._streams[stream]
             each.launched_at = now
@@ -103,7 +103,7 @@ class SpeechPacing:
             each.earliest = self._earliest(each)
 
     def deliver(self, stream: int, num_samples: int, now: float) -> None:
-        """The oldest patch in flight of the stream is ready, with so many samples."""
+        """Record that the oldest patch in flight of the stream is ready, with `num_samples`."""
         each = self._streams[stream]
         if each.is_live and each.started_at is not None:
             stalled_s = now - self._played_at(each, each.started_at)
@@ -116,17 +116,17 @@ class SpeechPacing:
         each.earliest = self._earliest(each)
 
     def end_segment(self, stream: int) -> None:
-        """A segment of the stream has ended; its surplus patches in flight are discarded."""
+        """Record that a segment of the stream has ended; its surplus patches in flight are discarded."""
         each = self._streams[stream]
         each.in_flight = 0
         each.earliest = self._earliest(each)
 
     def pause(self, stream: int) -> None:
-        """The client of the stream does not read."""
+        """Record that the client of the stream does not read."""
         self._streams[stream].was_paused = True
 
     def unread(self, streams: Iterable[int]) -> set[int]:
-        """Those of the streams that are delayed because none of their patches has been sent yet."""
+        """The streams that are delayed because none of their patches has been sent yet."""
         delayed = [stream for stream in streams if self._streams[stream].earliest == math.inf]
         return {stream for stream in delayed if self._streams[stream].num_samples > 0}
 
@@ -151,7 +151,7 @@ class SpeechPacing:
     def next_time(
         self, running: Iterable[int], waiting: Iterable[int], now: float, admitted_at: float | None = None
     ) -> float:
-        """When the next of the streams delayed now becomes due; inf if none does.
+        """When the first of the streams that are delayed now becomes due; inf if none does.
 
         `admitted_at`: time of the last `admissible`, if not `now`. Streams of `waiting` that became due since then
         count as well.
@@ -182,7 +182,7 @@ class SpeechPacing:
         return started_at + each.num_samples / self._sample_rate
 
     def _deadline(self, each: _Stream) -> float:
-        """When the next patch is to be played. For a new stream: at its arrival, before all streams that are on time.
+        """When the next patch must be played. A new stream's is its arrival, before all streams that are on time.
 
         Speech that is not live has the deadline of a listener whose patch has just become due.
         """

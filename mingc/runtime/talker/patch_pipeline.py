@@ -2,8 +2,8 @@
 
 A patch is sampled by the flow-matching sampler, decoded to samples by the VAE decoder, and fed to the speech LLM, whose
 hidden state conditions the next patch. Sampler and speech LLM do not depend on the decoder, so if the GPU has room, the
-next patch starts while a second stream decodes this one. Patches are decoded in order, because the
-decoder's state passes from patch to patch, and from a segment to the next one in its slot.
+next patch starts while a second stream decodes this one. Patches are decoded in order, because the state of the decoder
+passes from patch to patch, and from a segment to the next one in its slot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_SPLIT = 1
 
 
 class PatchModel(Protocol):
-    """The three networks of a patch. Their inputs have one row per request; they keep state for all slots."""
+    """The three networks of a patch. They keep state for all slots; their inputs have one row per request."""
 
     def sample(self, inputs: Values) -> Values:
         """Sample a patch: latents (B, P, C), stop_probability (B,), next_embeds (B, D). Updates the latent history."""
@@ -44,9 +44,7 @@ class PatchModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedPatch:
-    """Results of one patch being copied to the host, float32: samples (B, n), stop probabilities (B,), latents
-    (B, P, C).
-    """
+    """The results of one patch on their way to the host."""
 
     host_copy: AsyncHostCopy
 
@@ -56,13 +54,13 @@ class LaunchedPatch:
         return self.host_copy.is_ready
 
     def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Samples, stop probabilities and latents; blocks until they are on the host."""
+        """Samples (B, n), stop probabilities (B,) and latents (B, P, C), float32; blocks until they are on the host."""
         samples, stop, latents = self.host_copy.wait()
         return samples.numpy(), stop.numpy(), latents.float().numpy()
 
 
 class PatchPipeline:
-    """Runs patches. On CUDA every batch size is captured by the constructor, and replayed.
+    """Runs patches. On CUDA the constructor captures every batch size, and `launch` replays it.
 
     Args:
         sizes: batch sizes.
@@ -87,7 +85,7 @@ class PatchPipeline:
         if not (device.type == "cuda" if is_captured is None else is_captured):
             return
         decoder = _Decoder(device)
-        # The largest first, so that the others fit into the memory it has taken.
+        # The largest size first, so that the others reuse its memory.
         for size in sorted(sizes, reverse=True):
             kind = _SplitPatch if size <= _MAX_SPLIT else _WholePatch
             self._sizes[size] = kind(
@@ -180,9 +178,8 @@ class _SplitPatch:
     def launch(self, inputs: Values) -> AsyncHostCopy:
         decoder, main = self._decoder, torch.cuda.current_stream(self._decoder.device)
         self._inputs.write(inputs)
-        main.wait_event(
-            decoder.has_taken
-        )  # the previous patch has copied its latents out of the sampler's outputs
+        # The decoder of the previous patch has copied the sampler's outputs.
+        main.wait_event(decoder.has_taken)
         self._sample.replay()
         self._has_sampled.record(main)
         self._advance.replay()

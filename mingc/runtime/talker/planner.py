@@ -1,6 +1,6 @@
-"""Speech planner: turns a piece of text and the request's speech parameters into a segment for the talker loop.
+"""Speech planner: turns a piece of text and the speech parameters of a request into a segment for the talker loop.
 
-Also loads voices. Runs no engine.
+It also loads voices. It runs no engine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class VoicePack:
     """A registered voice.
 
     Attributes:
-        latents: (N·p, latent) float32 of the recording.
-        embeds: (N, D) float32, one per patch.
+        latents: (N·p, latent) float32, latents of the recording.
+        embeds: (N, D) float32, one row per patch.
         speaker: (D,) float32.
     """
 
@@ -59,7 +59,7 @@ def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
 
 
 class SpeechPlanner:
-    """Creates segments for one artifact. Stateless; may be used from several threads."""
+    """Creates segments for one artifact. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SpeechPlanner:
         caption_instruction(speech.instructions or "")
 
     def segment(self, text: str, index: int, speech: SpeechParams, noise: NoiseSource) -> SpeechSegment:
-        """The segment that speaks one normalized piece of text in the requested voice and style.
+        """Create the segment that speaks a normalised piece of text in the requested voice and style.
 
         Raises: RequestError when the prompt leaves no room for speech.
         """
@@ -125,7 +125,7 @@ class SpeechPlanner:
         return voice
 
     def history(self, voice: VoicePack | None) -> NDArray[np.float32]:
-        """Latents before the first patch: the end of the recording, padded with zeros in front (spec: talker.md §5)."""
+        """Latents before the first patch: the end of the recording, with zeros in front (spec: talker.md §5)."""
         history = np.zeros((self._flow.history_latents, self._flow.latent_dim), np.float32)
         if voice is not None:
             latents = voice.latents[-self._flow.history_latents :]
@@ -133,10 +133,10 @@ class SpeechPlanner:
         return history
 
     def max_patches(self, text: str, prompt_tokens: int, requested: int | None) -> int:
-        """The smallest of four caps: the model's, the slot's, the client's, and one by the length of the text.
+        """The smallest of four caps: of the model, the slot, the client, and the length of the text.
 
-        The last one guards against a model that never stops: about twice the time of a slow reading, rounded up to
-        whole patches, because the reference stops only after the time has passed. Raises: RequestError without room.
+        The last cap guards against a model that never stops. It is about twice the time of a slow reading, rounded up
+        to whole patches, because the reference stops only after the time has passed. Raises: RequestError without room.
         """
         parameters = self._parameters
         room = parameters.slot_tokens - prompt_tokens

@@ -21,7 +21,7 @@ class TalkerScheduler:
 
     Args:
         max_batch: most streams in one patch; with more slots, more streams run than fit into one patch.
-        max_prefills_per_patch: segments admitted at one patch boundary; the running ones wait for their prefills.
+        max_prefills_per_patch: most segments admitted at one patch boundary; running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
     """
 
@@ -38,7 +38,7 @@ class TalkerScheduler:
 
     @property
     def num_streams(self) -> int:
-        """Open streams, those without a segment included."""
+        """Open streams, with or without a segment."""
         return len(self._segments)
 
     @property
@@ -60,7 +60,7 @@ class TalkerScheduler:
         return tuple(self._queue)
 
     def open(self, stream: int) -> None:
-        """Open a stream. Raises CapacityError when too many are open."""
+        """Open a stream. Raises: CapacityError when too many are open."""
         if len(self._segments) >= self._max_streams:
             raise CapacityError(
                 f"{len(self._segments)} requests are speaking or waiting to speak",
@@ -83,7 +83,7 @@ class TalkerScheduler:
         self.slots.free(stream)
 
     def admit(self, order: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
-        """Admit segments: (stream, segment, slot) of each, at most `max_prefills_per_patch`. They are running now.
+        """Admit up to `max_prefills_per_patch` segments, which run from now on. Returns (stream, segment, slot).
 
         `order`: the waiting streams that may be admitted, in order; None: all, in order of arrival.
         """

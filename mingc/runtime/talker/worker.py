@@ -1,9 +1,9 @@
-"""Talker worker: host side of running speech segments in slots: prompts, noise, stop rule and caps.
+"""Talker worker: the host side of speech segments that run in slots: prompts, noise, stop rule and caps.
 
 The loop adds segments that the scheduler has admitted, launches patches and collects them; the engines
 (`mingc.runtime.talker.engines`) run them. On a GPU patch k + 1 is launched before the stop flags of patch k are read,
-so that the device never waits for the host. If a segment has ended with patch k, its surplus patch is discarded; it has
-changed nothing but its own slot.
+so that the device never waits for the host. If a segment has ended with patch k, its surplus patch is discarded; the
+patch has changed only the slot of the segment.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import AudioDelta
+from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
@@ -36,12 +35,12 @@ class SpeechSegment:
 
     Attributes:
         input_ids: (T,) int64, the prompt (spec: talker.md §4).
-        embed_rows: (E,) int64, prompt rows whose word embedding is replaced.
-        embeds: (E, D) float32, the replacements.
+        embed_rows: (E,) int64, prompt rows that take `embeds` instead of word embeddings.
+        embeds: (E, D) float32.
         num_prefix: length of the prompt prefix that all segments of this voice share.
         history: (H, latent) float32, latents before the first patch, newest last.
         noise: noise of the request.
-        index: counts the segments of the request.
+        index: number of the segment in the request, from 0.
         max_patches: cap on the number of patches.
     """
 
@@ -64,7 +63,7 @@ class _Running:
 
     segment: SpeechSegment
     recorder: Recorder | None
-    num_tokens: int  # KV rows written or launched
+    num_tokens: int  # KV rows that are written, or will be by launched work
     launched: int = 0  # patches
     collected: int = 0  # patches
     is_last: bool = False
@@ -72,7 +71,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A launched patch that is not collected: its slots, batch size, and time of launch (`time.perf_counter`)."""
+    """A launched patch that is not collected: slots, batch size, and time of the launch (`time.perf_counter`)."""
 
     rows: list[tuple[int, _Running]]
     size: int
@@ -87,7 +86,7 @@ class TalkerWorker:
         talker, cfm, audio_vae: stages with the graphs `prefill`/`step`, `sample`, `stream`.
         num_slots: slots to allocate, including slot 0 (padding).
         depth: most patches in flight; None: 2 on a GPU, 1 on the CPU.
-        is_captured: run prompts and patches as captured CUDA graphs; None: on CUDA.
+        is_captured: whether prompts and patches run as captured CUDA graphs; None: on CUDA.
     """
 
     def __init__(
@@ -136,24 +135,24 @@ class TalkerWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Patches launched and not yet collected."""
+        """How many patches are launched and not yet collected."""
         return len(self._launched)
 
     @property
     def num_prefixes(self) -> int:
-        """Prompt prefixes whose KV rows are kept."""
+        """How many prompt prefixes have their KV rows kept."""
         return len(self._prefixes)
 
     @property
     def num_segments(self) -> int:
-        """Segments that occupy a slot."""
+        """How many segments occupy a slot."""
         return len(self._running)
 
     @torch.inference_mode()
     def add(self, slot: int, segment: SpeechSegment, recorder: Recorder | None = None) -> None:
-        """Start `segment` in `slot` by prefilling its prompt; the slot's previous contents are overwritten.
+        """Start `segment` in `slot` by prefilling its prompt, which overwrites the slot.
 
-        The prefix is prefilled separately even if it is not cached, so that its KV rows never depend on the cache.
+        The prefix is prefilled separately even if it is not cached, so that KV rows never depend on the cache.
         """
         if segment.num_prefix:
             self._write_prefix(slot, segment)
@@ -178,7 +177,7 @@ class TalkerWorker:
             running.num_tokens += 1
 
     def collect(self) -> dict[int, AudioDelta]:
-        """Wait for the oldest patch in flight. Returns it by slot, without segments that were removed or have ended."""
+        """Wait for the oldest patch in flight. Returns it by slot, without segments that are removed or have ended."""
         launched = self._launched.popleft()
         samples, stop, latents = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
@@ -259,9 +258,8 @@ class TalkerWorker:
         is_capped = not has_stopped and step + 1 >= running.segment.max_patches
         running.is_last = has_stopped or is_capped
         running.collected += 1
-        start = max(
-            0, self._tail - step * self.samples_per_patch
-        )  # the first patches have no samples before it
+        # The first samples of a segment are discarded, as many as the last patch has more than the others.
+        start = max(0, self._tail - step * self.samples_per_patch)
         end = self.samples_per_patch + (self._tail if running.is_last else 0)
         if running.recorder is not None:
             running.recorder.latents.append(latents.copy())

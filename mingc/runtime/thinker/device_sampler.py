@@ -1,6 +1,6 @@
 """Sampling on the device: the state of each slot, and the rules of a request as numbers that a step reads.
 
-Rules, their order and the uniform number of each token follow the reference, `mingc.runtime.thinker.sampler`.
+The rules, their order and the uniform number of each token follow the reference, `mingc.runtime.thinker.sampler`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger("mingc.engine")
 
 
 class DeviceSampler:
-    """Samples tokens; holds by slot the token sampled last, and which tokens prompt and answer have.
+    """Samples tokens. Holds for each slot the last sampled token, and which tokens occur in prompt and answer.
 
     A CUDA graph may capture all methods but `mark_skipped`. Their `inputs` have `slots` (B,); padding has slot 0.
 
     Args:
-        graph: `sample` of the artifact; None: the vocabulary is sorted.
+        graph: graph `sample` of the artifact; None: sampling sorts the vocabulary.
     """
 
     def __init__(self, graph: Graph | None, *, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class DeviceSampler:
         self._yes = torch.ones((), dtype=torch.bool, device=device)
 
     def mark_skipped(self, step: PrefillStep) -> None:
-        """Mark tokens that no chunk has as seen, for repetition penalties; `mark_chunk` marks the others."""
+        """Mark the tokens that chunks skip as seen, for repetition penalties; `mark_chunk` marks the others."""
         if step.skipped_ids is None or step.skipped_counts is None:
             return
         ends = np.cumsum(step.skipped_counts)
@@ -49,28 +49,28 @@ class DeviceSampler:
             if count:
                 seen = self._seen[slot]
                 if count == start:
-                    seen.zero_()  # of the slot's earlier request
+                    seen.zero_()  # forget the earlier request of the slot
                 ids = torch.from_numpy(step.skipped_ids[end - count : end])
                 if self._device.type == "cuda":
-                    ids = ids.pin_memory()  # so that the copy does not wait for the steps before
+                    ids = ids.pin_memory()  # so that the copy does not wait for earlier steps
                 seen.index_fill_(0, ids.to(self._device, non_blocking=True), True)
 
     def mark_chunk(self, inputs: Mapping[str, Tensor]) -> None:
-        """Mark the tokens of a chunk as seen, for repetition penalties; clear the mask of prompts that start here."""
+        """Mark the tokens of a chunk as seen, for repetition penalties. Clears the marks of prompts that start here."""
         slots, is_continued = inputs["slots"], (inputs["starts"] > 0).unsqueeze(1)
         self._seen.index_copy_(0, slots, self._seen.index_select(0, slots) & is_continued)
         rows = inputs["row_slots"]  # slot 0 for padding
         self._seen.index_put_((rows, inputs["input_ids"]), self._yes)
 
     def take(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The tokens (B,) of a decode step, with the one sampled last in place of -1; marks them as seen."""
+        """The tokens (B,) of a decode step, with the last sampled token in place of -1. Marks them as seen."""
         slots, ids = inputs["slots"], inputs["input_ids"]
         ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
         self._seen.index_put_((slots, ids), self._yes)
         return ids
 
     def sample(self, logits: Tensor, inputs: Mapping[str, Tensor], *, is_random: bool) -> Tensor:
-        """Sample tokens (B,) from `logits` (B, V), the same on all ranks, and keep them as the last of `slots`."""
+        """Sample tokens (B,) from `logits` (B, V), the same on all ranks; they become the last tokens of `slots`."""
         slots = inputs["slots"]
         if is_random:
             seen = self._seen.index_select(0, slots)
@@ -87,8 +87,10 @@ class DeviceSampler:
 
 
 def sampling_columns(params: SamplingParams, point: float, banned: Sequence[int] = ()) -> tuple[float, ...]:
-    """One row of `sampling`: temperature, top_k, top_p, min_p, repetition penalty, uniform number; then one more than
-    each banned token, padded with 0. All are exact in float32.
+    """One row of `sampling`, in numbers that float32 represents exactly.
+
+    The columns are temperature, top_k, top_p, min_p, repetition penalty and uniform number, then every banned token
+    plus one, padded with 0.
     """
     return (
         params.temperature if params.draws else 0.0,

@@ -1,4 +1,4 @@
-"""Forward pass of the thinker: runs its graphs in order (embedding, attention and feed-forward of each layer, head).
+"""Forward pass of the thinker: runs the graphs in order (embedding, attention and feed-forward of each layer, head).
 
 After each half of a layer the ranks all-reduce their partial outputs. No graph waits for the host, so the worker can
 capture a whole step.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mingc.artifacts.spec import join_path
 from mingc.errors import ArtifactError
-from mingc.runtime.distributed.comm_stream import CommStream
 from mingc.runtime.distributed.process_group import all_gather_last
+from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 
@@ -44,7 +44,7 @@ class ThinkerLayers:
         gather: concatenates the ranks' (N, W) along the last dimension.
 
     Attributes:
-        num_layer_groups: groups that the layers of a chunk can be run in; other steps may run between them.
+        num_layer_groups: the layers of a chunk can run in so many groups; other steps may run between them.
     """
 
     def __init__(
@@ -72,8 +72,7 @@ class ThinkerLayers:
 
         Inputs: the inputs of `embed` (input_ids, embeds, embed_kind, positions), page_table (S, P), segment (T,),
         index (T,), last (S,).
-        After the logits come ids and weights (T, K) of the experts of all chunks for each expert layer; nothing if the
-        engines do not output them.
+        For each expert layer, ids and weights (T, K) of the experts of all chunks follow, if the engines output them.
         """
         batches = [_Batch({**inputs, **self._embed_stream(inputs)}) for inputs in chunks]
         routes = self._forward(self._layers["prefill"], batches)
@@ -85,8 +84,8 @@ class ThinkerLayers:
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Run layer group `group` of `num_layer_groups` (of nearly equal size) for one chunk; group 0 also embeds.
 
-        Inputs: as `prefill`; only group 0 reads the inputs of `embed`. `stream` is what the previous group
-        returned, tensors (T, …); it is ignored for group 0.
+        The inputs are the same as for `prefill`; only group 0 reads the inputs of `embed`. `stream` is what the
+        previous group returned, tensors (T, …); group 0 ignores it.
         Returns the residual stream after the group, and the routes of its expert layers.
         """
         if group == 0:
@@ -144,11 +143,36 @@ class ThinkerLayers:
         return routes
 
 
+class CommStream:
+    """Runs communication on a side stream that overlaps with compute, also during graph capture; inline on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=stream_priority.COMMUNICATION)  # type: ignore[no-untyped-call]
+
+    def start(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Enqueue `run` after the work already queued on the current stream.
+
+        Returns a function that makes the current stream wait for its end. Until then nothing may write or free the
+        tensors that `run` uses.
+        """
+        if self._stream is None:
+            run()
+            return lambda: None
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(main)
+        with torch.cuda.stream(self._stream):
+            run()
+            end = self._stream.record_event()
+        return lambda: main.wait_event(end)
+
+
 class _Batch:
     """A chunk or decode batch on its way through the layers.
 
     Attributes:
-        residual, delta: the residual stream (N, D), and what the last half-layer adds to it.
+        residual, delta: the residual stream (N, D), and the output of the last half-layer, which is not added yet.
         wait: waits for the all-reduce of `delta`; call it before reading `delta`.
     """
 
@@ -161,7 +185,7 @@ class _Batch:
 def split_chunk(inputs: Inputs, max_rows: int) -> list[Inputs]:
     """Split the inputs of a chunk for `ThinkerLayers.prefill` into consecutive chunks of at most `max_rows` rows.
 
-    `last` is valid for the last one only.
+    Only the last chunk has a valid `last`.
     """
     num_rows = len(inputs["input_ids"])
     if num_rows <= max_rows:

@@ -1,11 +1,11 @@
 """Thinker loop: a thread that plans steps, runs them on all ranks, and emits tokens to the requests.
 
 The service submits a request with its prompt and an `emit` callback. The scheduler plans each step, this loop builds
-its inputs and calls the worker or rank group, and tokens go out through `emit` to the request's stream.
+its inputs, calls the worker or rank group, and passes tokens through `emit` to the request's stream.
 
-Async scheduling: a runner that samples on the device also samples the first token of an answer there, and the next
-step is launched before the host knows the tokens of the previous one. A request that has ended in the meantime has then
-computed one surplus token, which is discarded. With other runners the host samples between steps.
+Async scheduling: a runner that samples on the device also samples the first token of an answer there, and this loop
+launches the next step before the host knows the tokens of the previous one. For a request that has ended by then, one
+surplus token is computed and discarded. With other runners the host samples between steps.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import FinishReason, SamplingParams
+from mingc.runtime.request import FinishReason, Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
-from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.running_chat import RunningChat, decode_step, prefill_step, sampling_rows
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
@@ -41,24 +39,18 @@ from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
 
-_BUSY_SHARE = (
-    0.5  # of a chunk's measured time; real tokens may reach fewer experts than the random ones measured
-)
+# The device is certainly busy for this share of a chunk's measured time. Real tokens may reach fewer experts than the
+# random tokens of the measurement.
+_BUSY_SHARE = 0.5
 
 
 class StepRunner(Protocol):
-    """Interface of a worker or a rank group."""
+    """Interface of a worker or a rank group. Media embeddings of prompts are on `device`."""
 
     device: torch.device
 
     @property
     def samples_on_device(self) -> bool: ...
-
-    @property
-    def num_layer_groups(self) -> int: ...
-
-    @property
-    def latency_model(self) -> StepLatencyModel | None: ...
 
     def prefill(self, step: PrefillStep) -> Tensor: ...
 
@@ -74,7 +66,7 @@ class _Launched:
     """A launched call whose tokens the host has not collected yet.
 
     Attributes:
-        at: time of the launch (`time.perf_counter`), including earlier queued layer groups.
+        at: time of the launch (`time.perf_counter`), or of the layer groups that were queued before it.
         prefill_ms: measured time of these layer groups.
         num_decoding: requests of the decode step; 0 for the first tokens after a chunk.
     """
@@ -91,7 +83,7 @@ class ThinkerLoop(EngineThread):
 
     Args:
         stop_ids: tokens that end every answer and are not part of it; a request may name more.
-        prefix_salt: for the keys of the prefix cache, different for every model; None: no prefix cache.
+        prefix_salt: distinguishes the prefix cache's keys of different models; None: no prefix cache.
     """
 
     def __init__(
@@ -112,11 +104,11 @@ class ThinkerLoop(EngineThread):
         self._requests: dict[int, RunningChat] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
-        self._chunk_requests: list[int] = []  # of the current chunk, including removed ones
+        self._chunk_requests: list[int] = []  # requests of the current chunk, including removed ones
         self._chunk_step: PrefillStep  # inputs of the current chunk, shared by all its layer groups
         self._launched: deque[_Launched] = deque()
         self._last_end = 0.0  # when the tokens of the last call were collected
-        # Layer groups run since the last launched call: their measured time, and when the first one was run.
+        # Layer groups that ran since the last launched call: their measured time, and when the first one ran.
         self._pending_prefill_ms, self._pending_prefill_at = 0.0, 0.0
         self._next_chunk_at = 0.0  # earliest start of the next chunk (`time.perf_counter`)
 
@@ -134,25 +126,20 @@ class ThinkerLoop(EngineThread):
         }
 
     @property
-    def device(self) -> torch.device:
-        """Device of the prompts' media embeddings."""
-        return self.runner.device
-
-    @property
     def has_prefix_cache(self) -> bool:
         return self._prefix_salt is not None
 
     def page_keys(self, prompt: ThinkerPrompt) -> list[bytes] | None:
-        """Keys of the full pages of `prompt` for `submit`; None without a prefix cache. Any thread may call it.
+        """Keys of the full pages of `prompt` for `submit`; None without a prefix cache.
 
-        Takes milliseconds for a long prompt.
+        Takes milliseconds for a long prompt. Any thread may call it.
         """
         if self._prefix_salt is None:
             return None
         return page_keys(prompt, page_size=self.scheduler.pool.page_size, salt=self._prefix_salt)
 
     def forget_prefixes(self) -> None:
-        """Prevent later prompts from reusing pages written so far."""
+        """Prevent later prompts from reusing pages that are written by now."""
         with self._lock:
             self.scheduler.unpublish_all()
 
@@ -166,10 +153,10 @@ class ThinkerLoop(EngineThread):
         keys: Sequence[bytes] | None = None,
         recorder: Recorder | None = None,
     ) -> int:
-        """Queue a request; `emit` is called on the thinker's thread. Returns its id for `cancel`.
+        """Queue a request. Returns its id for `cancel`. The thinker's thread calls `emit`.
 
-        `keys` are the `page_keys` of the prompt; without them it neither reuses pages nor publishes its own. `recorder`
-        gets the logits of every token.
+        `keys` are the `page_keys` of the prompt; without them it neither reuses nor publishes pages. `recorder` gets
+        the logits of every token.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -221,7 +208,7 @@ class ThinkerLoop(EngineThread):
         with self._lock:
             plan = self.scheduler.plan()
         if plan.is_empty and not self._launched:
-            self._pending_prefill_ms = 0.0  # their prompts were removed
+            self._pending_prefill_ms = 0.0  # the prompts of these layer groups were removed
             with self._lock:
                 self.scheduler.check_count()
                 self._slots.check()
@@ -241,7 +228,7 @@ class ThinkerLoop(EngineThread):
         return True
 
     def _wait_for_prompts(self) -> bool:
-        """Wait for prompts that may share the next chunk while the device is certainly busy. False: plan now."""
+        """Wait for prompts that may share the next chunk while the device is certainly busy. Returns False to plan."""
         left = self._next_chunk_at - time.perf_counter()
         if left <= 0.0:
             return False
@@ -253,7 +240,7 @@ class ThinkerLoop(EngineThread):
         return True
 
     def _measured_ms(self, chunk: PrefillChunk) -> float:
-        """Startup measurement of these layer groups."""
+        """Time of these layer groups, as measured at startup."""
         return self.scheduler.prefill_policy.measured_ms(chunk.num_rows, chunk.end_group - chunk.first_group)
 
     def _run_prefill(self, chunk: PrefillChunk) -> Tensor | None:
@@ -364,11 +351,11 @@ class ThinkerLoop(EngineThread):
         for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
             recorded = None
             if self._requests[request].recorder is not None:
-                recorded = logits[row].float().cpu().numpy().copy()  # valid until the next step only
+                recorded = logits[row].float().cpu().numpy().copy()  # the next step overwrites the logits
             self._append_token(request, token, recorded)
 
     def _append_token(self, request: int, token: int | None, logits: NDArray[np.float32] | None) -> None:
-        """Append a token to the answer and emit it; None when its logits are not finite."""
+        """Append a token to the answer and emit it. `token` is None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
             self.forget_prefixes()  # the cause may be in the pages
@@ -400,9 +387,9 @@ class ThinkerLoop(EngineThread):
             self._requests.pop(request, None)
 
     def _written_keys(self, request: int) -> Sequence[bytes]:
-        """Keys of the full pages of a prompt and its answer; the next turn of a chat begins with them.
+        """Keys of the full pages of a prompt and its answer, with which the next turn of the chat begins.
 
-        The row of the last token is not included: it was sampled, but the step that computes its row may not have run.
+        The last token is not included: it is sampled, but the step that computes its row may not have run.
         """
         running = self._requests.get(request)
         if self._prefix_salt is None or running is None or running.keys is None or len(running.answer) < 2:

@@ -19,7 +19,7 @@ _DIGEST_BYTES = 32
 def page_keys(
     prompt: ThinkerPrompt, *, page_size: int, salt: bytes, before: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the full pages of `prompt`, after the keys `before` if it is the rest of a longer prompt.
+    """Keys of the full pages of `prompt`. The keys `before` precede them if it is the rest of a longer prompt.
 
     Stops before the first page with a media token whose content is not known (`ThinkerPrompt.media_ids`). `salt`
     distinguishes models.
@@ -47,7 +47,7 @@ def page_keys(
 def answer_keys(
     prompt: ThinkerPrompt, answer: Sequence[int], *, page_size: int, salt: bytes, known: Sequence[bytes]
 ) -> list[bytes]:
-    """Keys of the full pages of `prompt` and the following `answer`; `known` are those of the prompt."""
+    """Keys of the full pages of `prompt` and the `answer` after it; `known` are the keys of the prompt."""
     count, num_tokens = len(answer), prompt.num_tokens
     positions = np.arange(num_tokens, num_tokens + count) + prompt.rope_delta
     rest = slice(len(known) * page_size, None)

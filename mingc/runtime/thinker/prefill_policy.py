@@ -8,17 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-# Share of a decode step's time that prefill may add to it. Startup measurements use random tokens, which reach more
-# experts than real text: a served step may take little more than half as long. Served steps are real, so their share
-# is larger.
+# Prefill may add this share of a decode step's time. Startup measurements use random tokens, which reach more experts
+# than real text: a served step may take little more than half as long. The share of served steps is therefore larger.
 _SHARE_OF_MEASURED = 0.5
 _SHARE_OF_SERVED = 0.8
-_EMA_WEIGHT = 0.05  # of a new sample in the moving averages: about the last 20 steps count
+_EMA_WEIGHT = 0.05  # weight of a new sample in the moving averages: about the last 20 steps count
 _MIN_FACTOR = 0.25  # outliers (the host was late) are clipped to this factor and its inverse
-_UNMEASURED_TOKENS = (
-    64  # tokens of a whole chunk per prompt beside decoding requests, without a latency model
-)
-_SHORT_QUEUE = 3  # prompts waiting, including the one being prefilled
+_UNMEASURED_TOKENS = 64  # without a latency model: tokens of a whole chunk per prompt while requests decode
+_SHORT_QUEUE = 3  # at most so many prompts wait, including the one in prefill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +23,7 @@ class StepLatencyModel:
     """Milliseconds of one call at each compiled size, as (size, ms) in ascending order of size.
 
     Attributes:
-        chunks: prefill chunks by tokens; with two-batch overlap also the longest one together with each.
+        chunks: prefill chunks by tokens; with two-batch overlap also the longest chunk and any other, together.
         decodes: decode steps by requests.
     """
 
@@ -50,8 +47,8 @@ class StepLatencyModel:
 class ChunkedPrefillPolicy:
     """Chooses how many layer groups of a chunk a step runs.
 
-    Chunks are as long as possible: a short chunk takes nearly as long as a long one, because each reads most experts.
-    To bound the delay of decoding requests, a chunk is run in `num_layer_groups` groups of layers with decode steps in
+    Chunks are as long as possible: a short chunk takes nearly as long as a long one, because both read most experts. To
+    bound the delay of decoding requests, a chunk runs in `num_layer_groups` groups of layers, with decode steps in
     between. Without decoding requests, a step runs all groups. With them, it runs as many groups as roughly double the
     time of the decode step, and at least one. With two or three waiting prompts it runs at least half a chunk per step,
     with four or more a whole one: a queue takes precedence over decode latency, a single prompt does not.
@@ -69,7 +66,7 @@ class ChunkedPrefillPolicy:
     chunk_factor: float = field(default=1.0, init=False)
 
     def measured_ms(self, num_tokens: int, num_groups: int) -> float:
-        """Startup measurement of `num_groups` layer groups of a chunk; 0 without a latency model."""
+        """Time of `num_groups` layer groups of a chunk, as measured at startup; 0 without a latency model."""
         if self.latency_model is None:
             return 0.0
         return self.latency_model.chunk_ms(num_tokens) * num_groups / self.num_layer_groups
@@ -78,8 +75,8 @@ class ChunkedPrefillPolicy:
         """Record the device time `ms` of a step.
 
         Args:
-            prefill_ms: startup measurement of the layer groups that the step ran; 0 without.
-            num_decoding: requests of its decode step; 0 without.
+            prefill_ms: startup measurement of the layer groups that the step ran; 0 for none.
+            num_decoding: requests of its decode step; 0 for none.
         """
         if self.latency_model is None:
             return
@@ -98,7 +95,7 @@ class ChunkedPrefillPolicy:
 
         Args:
             num_tokens: rows of the chunk.
-            num_prompts: admitted prompts that are not prefilled yet, prompts of the chunk included.
+            num_prompts: admitted prompts that are not prefilled yet, including the prompts of the chunk.
             num_decoding: requests that decode in the same step.
         """
         if not num_decoding:
@@ -116,7 +113,7 @@ class ChunkedPrefillPolicy:
         return max(groups, math.ceil(self.num_layer_groups / steps_per_chunk))
 
     def _budget_ms(self, model: StepLatencyModel, num_decoding: int) -> float:
-        """Time that layer groups may add to a decode step, in terms of their startup measurement."""
+        """Time that layer groups may add to a decode step, on the scale of their startup measurement."""
         served = self.served.get(model.decode_size(num_decoding))
         if served is None:
             return _SHARE_OF_MEASURED * model.decode_ms(num_decoding)

@@ -1,4 +1,4 @@
-"""A running chat of the thinker loop, and the step inputs that are built from running chats."""
+"""The running chats of the thinker loop, and the inputs of steps, which are built from them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import FinishReason
+from mingc.runtime.request import FinishReason, Recorder
 from mingc.runtime.request_stream import Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.sampler import SamplerRow, uniform
@@ -27,11 +26,13 @@ class RunningChat:
     row: SamplerRow
     emit: Callable[[Item], None]
     recorder: Recorder | None
-    keys: Sequence[bytes] | None  # of the prompt's full pages; None: takes no part in the prefix cache
+    keys: (
+        Sequence[bytes] | None
+    )  # keys of the prompt's full pages; None: it takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
-    pending: int = 0  # tokens of the answer launched on the device and not yet known to the host
-    prefilled: int = 0  # prompt tokens in chunks that were started, reused ones included
+    pending: int = 0  # tokens of the answer that are launched on the device and not yet known to the host
+    prefilled: int = 0  # prompt tokens in chunks that were started, including reused tokens
     reused: int = 0  # prompt tokens that were not computed, because their pages were cached
 
     def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
@@ -39,7 +40,7 @@ class RunningChat:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer, pending ones included."""
+        """Tokens of prompt and answer, including pending tokens."""
         return len(self.prompt.input_ids) + len(self.answer) + self.pending
 
     @property
@@ -48,7 +49,7 @@ class RunningChat:
         return len(self.answer) + self.pending < self.max_tokens
 
     def take_slice(self, prompt: PromptSlice) -> Ints:
-        """Record that a chunk has these tokens of the prompt. Returns the reused tokens before it."""
+        """Record that a chunk has these tokens of the prompt. Returns the reused tokens before them."""
         skipped = self.prompt.input_ids[self.prefilled : prompt.start]
         self.prefilled = prompt.start + prompt.count
         self.reused += len(skipped)
@@ -58,7 +59,7 @@ class RunningChat:
 def prefill_step(
     chats: Sequence[RunningChat], slices: Sequence[PromptSlice], pages: Sequence[Ints], slots: Sequence[int]
 ) -> PrefillStep:
-    """Inputs of a new chunk: the tokens of its prompts, concatenated; the chats take note of them.
+    """Inputs of a new chunk: the tokens of its prompts, concatenated. Updates `prefilled` and `reused` of `chats`.
 
     `pages` has the pages of each prompt up to the end of its slice.
     """

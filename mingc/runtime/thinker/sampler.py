@@ -1,7 +1,7 @@
-"""Token sampling on the host: the reference for `device_sampler`, and used when the worker does not sample itself.
+"""Token sampling on the host: the reference of `device_sampler`, and in use when the worker does not sample.
 
-The only randomness is one uniform number per token, derived from the request's seed and the token's index. So a
-request's tokens depend neither on the other requests of the batch nor on the order of steps.
+The only randomness is one uniform number per token, derived from the seed of the request and the index of the token. So
+the tokens of a request depend neither on other requests of the batch nor on the order of steps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SamplerRow:
     """Sampling state of one request.
 
     Attributes:
-        step: index of the next token, 0 for the first one of the answer.
-        seen: (V,) bool on the logits' device, tokens of prompt and answer; None without a repetition penalty.
+        step: index of the next token; the first token of the answer has 0.
+        seen: (V,) bool on the device of the logits, tokens of prompt and answer; None without a repetition penalty.
         stop_ids: tokens that end the answer.
     """
 
@@ -111,7 +111,7 @@ def _sample_row(logits: Tensor, params: SamplingParams, point: float) -> int:
     """Sample a token from logits (V,): the position of `point` in the cumulative probabilities of the kept tokens."""
     top_k = params.top_k if 0 < params.top_k < logits.shape[0] else logits.shape[0]
     values, ids = torch.topk(logits, top_k, sorted=True)
-    # In descending order, so the kept tokens are a prefix.
+    # `values` are in descending order, so the kept tokens are a prefix.
     probabilities = torch.softmax((values - values[0]) / params.temperature, dim=-1)
     keep = torch.ones_like(probabilities, dtype=torch.bool)
     if params.top_p < 1.0:
@@ -119,7 +119,7 @@ def _sample_row(logits: Tensor, params: SamplingParams, point: float) -> int:
     if params.min_p > 0.0:
         keep &= probabilities >= params.min_p * probabilities[0]
     keep[0] = True
-    # In order of id: the order of probabilities would depend on rounding for equally likely tokens.
+    # Tokens are in order of id, because the order of equal probabilities would depend on rounding.
     kept, order = ids[keep].sort()
     cumulative = probabilities[keep][order].cumsum(0)
     index = int(torch.searchsorted(cumulative, point * cumulative[-1], right=True))

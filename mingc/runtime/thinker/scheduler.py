@@ -20,9 +20,9 @@ class ChunkShape:
     """Capacity of a prefill chunk.
 
     Attributes:
-        max_rows: rows: tokens and alignment padding.
-        max_prompts: prompts that may share it.
-        alignment: the first row of each prompt is a multiple of it.
+        max_rows: most rows: tokens and alignment padding.
+        max_prompts: most prompts that may share it.
+        alignment: the first row of each prompt is a multiple of this.
         shared_rows: most rows of a chunk that several prompts share.
         two_batch_rows: most tokens of one prompt that a step may run as two overlapped chunks, all layer groups at
             once, while no request decodes. The first chunk has `max_rows`, the second one the rest. 0 without two-batch
@@ -42,7 +42,7 @@ class ChunkShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSlice:
-    """Tokens `start` to `start + count` of a request's prompt; `is_end` if these are its last."""
+    """Tokens `start` to `start + count` of a request's prompt. `is_end`: whether they are its last tokens."""
 
     request: int
     start: int
@@ -55,9 +55,9 @@ class PrefillChunk:
     """A range of layer groups to run for the next tokens of some prompts.
 
     Attributes:
-        prompts: slices of the chunk, except of removed requests.
-        num_rows: from the first token to the last, including alignment padding.
-        first_group, end_group: range of layer groups; those before it have been run.
+        prompts: slices of the chunk, without removed requests.
+        num_rows: rows from the first token to the last, including alignment padding.
+        first_group, end_group: range of layer groups; earlier groups have run.
         is_whole: whether the chunk is complete after these groups.
     """
 
@@ -89,8 +89,10 @@ class ThinkerPlan:
 class _Sequence:
     prompt_tokens: int
     max_tokens: int
-    keys: Sequence[bytes] | None = None  # of the prompt's full pages; None: takes no part in the prefix cache
-    computed: int = 0  # prompt tokens whose keys and values are in the pool, reused ones included
+    keys: Sequence[bytes] | None = (
+        None  # keys of the prompt's full pages; None: it takes no part in the prefix cache
+    )
+    computed: int = 0  # prompt tokens whose keys and values are in the pool, including reused tokens
 
 
 class ThinkerScheduler:
@@ -98,10 +100,10 @@ class ThinkerScheduler:
 
     Admission is in order of arrival, when pages for the prompt and the whole answer are free. So a running request
     never waits for memory and is never preempted. Each step runs layer groups of at most one chunk, as many as
-    `ChunkedPrefillPolicy` says, so decoding requests are delayed by these and never by a whole prompt. A chunk starts
-    alternately with the oldest prompt and with the one that has the fewest tokens left: short prompts overtake long
-    ones, and none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is
-    completed before the next one starts.
+    `ChunkedPrefillPolicy` says, so these delay decoding requests and never a whole prompt. A chunk starts alternately
+    with the oldest prompt and with the prompt that has the fewest tokens left: short prompts overtake long ones, and
+    none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is completed before
+    the next one starts.
 
     Requests with page keys take part in the prefix cache: pages of a prompt are published when their chunk is complete.
     When a prompt is admitted, and before each chunk, it skips the tokens whose pages another prompt has published. Its
@@ -133,7 +135,7 @@ class ThinkerScheduler:
         self.max_running = max_running
         self._chunk = chunk
         self.prefill_policy = prefill_policy
-        self._current: PrefillChunk | None = None  # the last groups run, of a chunk that is not complete
+        self._current: PrefillChunk | None = None  # the last groups that ran, of a chunk that is not complete
         self._max_waiting = max_waiting
         self.num_prefilled = self.num_reused = 0
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
@@ -151,7 +153,7 @@ class ThinkerScheduler:
 
     @property
     def num_chunk_prompts(self) -> int:
-        """Prompts of the chunk under way: some of its layer groups have run, others have not."""
+        """How many prompts the current chunk has: some of its layer groups have run, others have not."""
         return 0 if self._current is None else len(self._current.prompts)
 
     @property
@@ -177,9 +179,9 @@ class ThinkerScheduler:
     def add(
         self, request: int, *, prompt_tokens: int, max_tokens: int, keys: Sequence[bytes] | None = None
     ) -> None:
-        """Queue a request. `keys`: of the prompt's full pages; None: it takes no part in the prefix cache.
+        """Queue a request. `keys`: keys of the prompt's full pages; None: it takes no part in the prefix cache.
 
-        Raises CapacityError when the queue is full.
+        Raises: CapacityError when the queue is full.
         """
         assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
         assert len(keys or ()) <= prompt_tokens // self.pool.page_size, "only full pages have keys"
@@ -199,7 +201,7 @@ class ThinkerScheduler:
             self.pool.publish(request, keys)
 
     def unpublish_all(self) -> None:
-        """Prevent later prompts from reusing any page written so far.
+        """Prevent later prompts from reusing any page that is written by now.
 
         Pages of running requests are not published later, either.
         """
@@ -217,7 +219,7 @@ class ThinkerScheduler:
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
-        """Admit the requests that fit and choose the next step. Until `commit` only admissions and reuse change."""
+        """Admit the requests that fit and choose the next step. Before `commit` only admissions and reuse change."""
         while self._waiting and self.num_running < self.max_running:
             request, sequence = next(iter(self._waiting.items()))
             num_tokens = sequence.prompt_tokens + sequence.max_tokens
@@ -230,7 +232,7 @@ class ThinkerScheduler:
         return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
 
     def commit(self, plan: ThinkerPlan) -> None:
-        """Record that the layer groups of `plan` were run, for prompts that have not been removed."""
+        """Record that the layer groups of `plan` ran, for prompts that have not been removed."""
         if plan.prefill is None:
             return
         left = tuple(each for each in plan.prefill.prompts if each.request in self._prefilling)
@@ -257,7 +259,7 @@ class ThinkerScheduler:
             assert self.pool.num_free == self.pool.num_pages - 1, "KV pages held by no request"
 
     def check(self) -> None:
-        """Assert the same for every single page. For tests."""
+        """Assert the same for every page. For tests."""
         self.pool.check()
         self.check_count()
 

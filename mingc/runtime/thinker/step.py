@@ -1,6 +1,6 @@
 """Inputs of one thinker step: plain arrays, the same for all ranks, and their padding.
 
-Built by the loop, sent to other ranks by `ranks.rank_group`, consumed by `ThinkerWorker`.
+The loop builds them, `ranks.rank_group` sends them to other ranks, and `ThinkerWorker` runs them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:
             first, end = np.searchsorted(media_rows, [inside.start, inside.stop])
             rows = torch.from_numpy(media_rows[first:end] - inside.start + begin)
             if embeds.is_cuda:
-                rows = rows.pin_memory()  # so that the copy does not wait for the steps before
+                rows = rows.pin_memory()  # so that the copy does not wait for earlier steps
             embeds[rows.to(embeds.device, non_blocking=True)] = prompt.media_embeds[first:end]
             has_media |= bool(end > first)
         begin += inside.stop - inside.start

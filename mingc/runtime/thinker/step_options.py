@@ -14,11 +14,11 @@ class StepOptions:
     Attributes:
         is_static: run steps over static tensors, captured on CUDA, and sample on the device. Page tables then always
             have their largest size. None: on CUDA.
-        two_batch_overlap: allow steps of two chunks of one prompt, a longest one and the next of any size, where the
-            all-reduce of one chunk overlaps with the layers of the other. None: on CUDA with several ranks, if the
-            context holds two longest chunks.
-        max_chunk: use no longer chunks than this many rows.
-        max_prompts: most prompts in a chunk, at most what the engines take. None: that many on CUDA, one on a CPU,
+        two_batch_overlap: allow steps of two chunks of one prompt, a chunk of the largest size and the next one, where
+            the all-reduce of one overlaps with the layers of the other. None: on CUDA with several ranks, if the
+            context holds two largest chunks.
+        max_chunk: chunks have at most so many rows.
+        max_prompts: most prompts in a chunk, within what the engines take. None: what they take on CUDA, one on a CPU,
             where alignment padding costs more than a second call.
     """
 

@@ -51,25 +51,25 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedTokens:
-    """Sampled tokens (B,) int64 being copied to the host; `NOT_FINITE` for a row whose logits are not finite."""
+    """Sampled tokens (B,) int64 on their way to the host; `NOT_FINITE` in rows whose logits are not finite."""
 
     host_copy: AsyncHostCopy
     has_logits: bool = False
 
     def wait(self) -> list[int]:
-        """The tokens; blocks until the device has sampled them."""
+        """Returns the tokens; blocks until the device has sampled them."""
         tokens: list[int] = self.host_copy.wait()[0].tolist()
         return tokens
 
     def logits(self) -> NDArray[np.float32] | None:
-        """Logits (B, V) that the tokens were sampled from, if requested; blocks like `wait`."""
+        """Returns the logits (B, V) that the tokens were sampled from, if requested; blocks like `wait`."""
         return self.host_copy.wait()[1].float().numpy() if self.has_logits else None
 
 
 class ThinkerWorker:
-    """Runs steps on one rank's engines. On CUDA every size is captured by the constructor, and replayed.
+    """Runs steps on the engines of one rank. On CUDA the constructor captures every size, and steps replay it.
 
-    Constructing one is a collective; the process group must be initialized.
+    The constructor is a collective; initialize the process group before.
 
     Args:
         stage: the graphs that `ThinkerLayers` runs.
@@ -77,9 +77,9 @@ class ThinkerWorker:
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
-        two_batch_sizes: rows of both chunks of a step with two-batch overlap: `max_chunk` and each of `chunks`.
+        two_batch_sizes: rows of both chunks of a step with two-batch overlap: `max_chunk` plus any of `chunks`.
         chunk: capacity of a chunk.
-        num_layer_groups: groups that the layers of a chunk are run in; decode steps may run between them.
+        num_layer_groups: the layers of a chunk run in so many groups; decode steps may run between them.
         samples_on_device: whether `launch_decode` and `launch_prefill` are available.
         latency_model: measured time of every size; None until measured.
         routes: expert ids and weights (T, K) of each expert layer in the last chunk; empty if the engines do not
@@ -138,10 +138,9 @@ class ThinkerWorker:
             stage, self.state, vocab_size=self.vocab_size, all_reduce_=self.all_reduce.all_reduce_
         )
         self.num_layer_groups = self._layers.num_layer_groups
-        self._stream: dict[
-            str, Tensor
-        ] = {}  # of the current chunk between layer groups, rows for the largest
-        self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # of the current chunk, by size
+        # The residual stream of the current chunk between layer groups, with rows for the largest chunk.
+        self._stream: dict[str, Tensor] = {}
+        self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # inputs of the current chunk, by size
         self._no_logits = torch.zeros(0, self.vocab_size, device=device)
         self._sampler: DeviceSampler | None = None
         if self.samples_on_device:
@@ -166,8 +165,8 @@ class ThinkerWorker:
     def close(self) -> None:
         """Release the captured graphs; no step may follow.
 
-        Call it before leaving the process group: NCCL destroys a communicator only after the last graph that uses it,
-        and waits for that forever (pytorch issue 115388).
+        Call it before leaving the process group: NCCL waits forever for the last graph that uses a communicator before
+        it destroys the communicator (pytorch issue 115388).
         """
         for graph in self._graphs.values():
             graph.close()
@@ -176,8 +175,8 @@ class ThinkerWorker:
     def prefill(self, step: PrefillStep) -> Tensor:
         """Run layer groups of a chunk. Returns logits (s, V) float32 of each prompt's last token.
 
-        They are valid until the next step; before the last layer group they have no rows. A step of more than
-        `max_chunk` tokens runs all layer groups at once, with two-batch overlap.
+        The next step overwrites them; before the last layer group they have no rows. A step of more than `max_chunk`
+        tokens runs all layer groups at once, with two-batch overlap.
         """
         if step.first_group == 0 and self._sampler is not None:
             self._sampler.mark_skipped(step)
@@ -212,7 +211,7 @@ class ThinkerWorker:
         return np.array(offsets, np.int64)
 
     def _first_inputs(self, step: PrefillStep, offsets: Ints, size: int) -> dict[str, Tensor]:
-        """Inputs of a chunk's first layer group; the others read them from its static tensors."""
+        """Inputs of a chunk's first layer group; the other groups read them from its static tensors."""
         prompts = np.repeat(np.arange(len(step.counts)), step.counts)
         before = np.cumsum(step.counts) - step.counts  # tokens of the preceding prompts
         index = np.arange(len(prompts)) - before[prompts]  # within the prompt
@@ -244,7 +243,7 @@ class ThinkerWorker:
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> Tensor:
-        """Run one token of each request. Returns logits (B, V) float32, valid until the next step.
+        """Run one token of each request. Returns logits (B, V) float32, which the next step overwrites.
 
         Rows beyond the requests are padding.
         """
@@ -336,7 +335,7 @@ class ThinkerWorker:
         return logits, *routes
 
     def _save_stream(self, stream: Mapping[str, Tensor]) -> None:
-        """Copy a chunk's residual stream to where no other step writes. The first call, a warm-up, allocates."""
+        """Copy a chunk's residual stream to memory that no other step writes. The first call, a warm-up, allocates."""
         for name, value in stream.items():
             if name not in self._stream:
                 self._stream[name] = value.new_zeros(self.max_chunk, *value.shape[1:])
@@ -405,7 +404,7 @@ class ThinkerWorker:
         self._graphs[key] = GraphRunner(shapes, run, device=self.device, pool=pool, name=name)
 
     def _page_table(self, graph: Graph, pages: Ints, num_tokens: int, rows: int) -> Tensor:
-        """Page table (rows, P) int32 with `pages` (n, any), 0 elsewhere; P is the bucket that holds `num_tokens`."""
+        """Page table (rows, P) int32 with `pages` (n, any), padded with 0; P is the bucket that holds `num_tokens`."""
         size = graph.bucket("P", -(-num_tokens // self.page_size))
         table = np.zeros(
             (rows, max(graph.spec.dim("P").buckets) if self.samples_on_device else size), np.int32

@@ -16,11 +16,11 @@ from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION
-from mingc.prompts.tokenizer import TextTokenizer
+from mingc.prompts.tokenizer import Detokenizer, TextTokenizer, load_tokenizer
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.service.preprocessing import create_speech_planner, load_tokenizer
 from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
+from mingc.runtime.service.speech_builder import create_speech_planner
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.segment import iter_speech_segments
 from mingc.text.spoken import SpokenText
@@ -239,6 +239,6 @@ class _GoldenWriter:
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
     """Cut an answer into the pieces that are spoken one by one, if no timeout cuts the first one."""
-    detokenizer, spoken = tokenizer.detokenizer(), SpokenText(max_length, is_reproducible=True)
+    detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, is_reproducible=True)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
     return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from mingc.errors import MingcError, WorkerError
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.recorder import Recorder
-from mingc.runtime.request import (
-    Event,
-    SamplingParams,
-    SpeechParams,
-    SpeechRequest,
-)
+from mingc.runtime.request import Event, Recorder, SamplingParams, SpeechParams, SpeechRequest
 from mingc.runtime.service.omni import OmniService
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.recorded_noise import RecordedNoise

@@ -1,7 +1,7 @@
 """Loaders of compiled engines: one file per backend, or an entry point `mingc.engines` of another distribution.
 
-Each defines `load(path, device)`, which returns an `Engine` without weights; importing this package imports none. A
-module may also define `unavailable(device: str) -> tuple[str, str] | None`: why its engines for `device` cannot be
+A loader defines `load(path, device)`, which returns an `Engine` without weights; importing this package imports no
+loader. It may also define `unavailable(device: str) -> tuple[str, str] | None`: why its engines for `device` cannot be
 loaded here, and the fix.
 """
 
@@ -27,7 +27,7 @@ ENGINES = ExtensionPoint(
 
 
 def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
-    """The engine file at `path`, loaded by `backend`. Raises ArtifactError when this mingc has no such backend."""
+    """Load the engine file at `path` with `backend`. Raises: ArtifactError when this mingc lacks the backend."""
     try:
         load = ENGINES.load(backend)
     except KeyError:
@@ -38,9 +38,7 @@ def load_engine(backend: str, path: Path, device: torch.device) -> Engine:
 
 
 def unavailable(backend: str, device: str) -> tuple[str, str] | None:
-    """Why engines of `backend` for `device` (`cpu`, `cuda`) cannot be loaded here, and the fix; None when no reason is
-    known.
-    """
+    """Why engines of `backend` for `device` (`cpu`, `cuda`) cannot be loaded here, and the fix; None: unknown."""
     try:
         load = ENGINES.load(backend)
     except KeyError:

@@ -26,7 +26,7 @@ _PREFIX = "model."  # the traced wrapper holds the stage's module under this nam
 
 
 class AotiEngine(Engine):
-    """One `.pt2` package with weights outside."""
+    """One `.pt2` package, which holds no weights."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         index = -1 if device.type == "cpu" else (device.index or 0)
@@ -62,9 +62,9 @@ class AotiEngine(Engine):
 
 @functools.cache
 def _unpack_folder() -> Path:
-    """Folder to which the loader of this process unpacks packages; removed when the process ends.
+    """The folder to which the loader of this process unpacks packages; removed when the process ends.
 
-    The next process removes what a killed one left.
+    The next process removes the folder of a killed one.
     """
     stack = ExitStack()
     atexit.register(stack.close)
@@ -85,5 +85,5 @@ def _unpacking_to(folder: Path) -> Iterator[None]:
 
 
 def load(path: Path, device: torch.device) -> Engine:
-    """The engine in the package at `path`, without weights yet."""
+    """Load the package at `path`, without weights yet."""
     return AotiEngine(path, device)

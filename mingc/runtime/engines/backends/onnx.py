@@ -1,4 +1,4 @@
-"""ONNX models run by ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
+"""Runs ONNX models with ONNX Runtime on a CPU or a CUDA device, directly on the memory of the given tensors.
 
 State is bound as input and output. Weights are inputs as well, bound once without a second copy. On CUDA an engine runs
 on a separate stream, between the earlier and the later work of torch's current stream.
@@ -18,9 +18,9 @@ from mingc.errors import ArtifactError
 from mingc.host.onnx_library import CUDA_PROVIDER, INSTALL, INSTALL_CUDA, has_cuda_provider, is_installed
 from mingc.runtime.engines.base import Engine
 
-_PREFIX = "model."  # of the names of weights in the model
+_PREFIX = "model."  # names of weights in the model begin with it
 _METADATA_KEY = "mingc"
-_DTYPES: dict[torch.dtype, int] = {  # numbers of ONNX's TensorProto.DataType
+_DTYPES: dict[torch.dtype, int] = {  # to numbers of ONNX's TensorProto.DataType
     torch.float32: 1,
     torch.uint8: 2,
     torch.int8: 3,
@@ -30,7 +30,7 @@ _DTYPES: dict[torch.dtype, int] = {  # numbers of ONNX's TensorProto.DataType
     torch.float16: 10,
     torch.bfloat16: 16,
 }
-_TYPES = {  # of ONNX Runtime's names
+_TYPES = {  # by ONNX Runtime's names
     "tensor(float)": torch.float32,
     "tensor(float16)": torch.float16,
     "tensor(bfloat16)": torch.bfloat16,
@@ -47,10 +47,9 @@ class _Layout:
     """Metadata of a model.
 
     Attributes:
-        weights: number of its last inputs, which are weights.
-        outputs: number of its first outputs, which are results.
-        state: of each further output, the index of the input whose new value it is, and whether both may be the same
-            memory.
+        weights: the last so many inputs are weights.
+        outputs: the first so many outputs are results.
+        state: for each further output the index of the input whose new value it is, and whether both may share memory.
     """
 
     weights: int
@@ -58,7 +57,7 @@ class _Layout:
     state: tuple[tuple[int, bool], ...]
 
 
-# ONNX Runtime computes shapes on the host, which needs no data of the device.
+# ONNX Runtime computes shapes on the host with these, which needs no data of the device.
 _SHAPE_OPERATORS = frozenset(
     (
         "Add",
@@ -108,7 +107,7 @@ class OnnxEngine(Engine):
         return [name.removeprefix(_PREFIX) for name in self._weights]
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Raises: ArtifactError when a weight has another dtype or shape than the model's."""
+        """Raises: ArtifactError when the model takes a weight with another dtype or shape."""
         self._kept = [weights[name].contiguous() for name in self.constants()]
         for name, weight in zip(self._weights, self._kept, strict=True):
             self._check_weight(name, weight)
@@ -148,7 +147,7 @@ class OnnxEngine(Engine):
     def _run_on_cuda(
         self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> list[torch.Tensor]:
-        """Runs the model between what torch's current stream has and what follows there.
+        """Run the model after the work on torch's current stream, and before the work that follows there.
 
         ONNX Runtime waits for its stream at the end. It can leave that out, but version 1.31.1 then ends the process:
         it frees host memory in a callback of the stream, where CUDA allows no calls.
@@ -200,7 +199,7 @@ def _fixed_size(output: Any, path: Path) -> tuple[torch.dtype, list[int]]:
 
 
 def _open_session(path: Path, device: torch.device, stream: torch.cuda.Stream | None) -> Any:
-    """Raises: ArtifactError when ONNX Runtime is not installed, lacks the device, or refuses the model."""
+    """Load the model. Raises: ArtifactError when ONNX Runtime is not installed, lacks the device, or refuses it."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -240,9 +239,10 @@ def _open_session(path: Path, device: torch.device, stream: torch.cuda.Stream | 
 
 
 def _check_device(session: Any, version: str, path: Path) -> None:
-    """Raises: ArtifactError when ONNX Runtime runs the model, or operators of it, on the CPU instead.
+    """Raises: ArtifactError when ONNX Runtime runs the model, or some of its operators, on the CPU instead.
 
-    It only warns when it cannot load the library of a device, and takes the CPU for operators that the device lacks.
+    ONNX Runtime only warns when it cannot load the library of a device, and runs operators that the device lacks on the
+    CPU.
     """
     if CUDA_PROVIDER not in session.get_providers():
         raise ArtifactError(
@@ -266,7 +266,7 @@ def _check_device(session: Any, version: str, path: Path) -> None:
 
 
 def _layout(session: Any, path: Path) -> _Layout:
-    """Raises: ArtifactError when mingc did not export the model."""
+    """The metadata of the model. Raises: ArtifactError when mingc did not export it."""
     try:
         document = json.loads(session.get_modelmeta().custom_metadata_map[_METADATA_KEY])
         layout = _Layout(
@@ -301,5 +301,5 @@ def unavailable(device: str) -> tuple[str, str] | None:
 
 
 def load(path: Path, device: torch.device) -> Engine:
-    """The model at `path`, without weights yet."""
+    """Load the model at `path`, without weights yet."""
     return OnnxEngine(path, device)

@@ -1,12 +1,12 @@
 """TensorRT plans on a CUDA device, over the memory of torch's tensors.
 
-State is an input and an output: the new one is computed beside the old one and copied, so that nothing depends on the
-order in which TensorRT reads and writes. A plan for CUDA has the states of a batch: their rows are taken out of the
-pools and written back here, as version 1.4 crashes at a state with a dynamic dim. Weights are inputs as well, bound
-once: all engines of a stage share them.
+State is an input and an output: the plan writes the new state to a new tensor, which is copied over the old one, so
+that nothing depends on the order in which TensorRT reads and writes. A plan for CUDA takes the states of a batch: this
+module copies their rows out of the pools and back, because version 1.4 crashes at a state with a dynamic dim. Weights
+are inputs as well, bound once: all engines of a stage share them.
 
-On a CPU an engine for RTX cards runs the ONNX model that it holds. That is how an export without a GPU checks it; a
-server never asks for it, as the artifact is for CUDA.
+On a CPU an engine for RTX cards runs the ONNX model that it holds: an export without a GPU checks it that way. A server
+never does, because the artifact is for CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Context:
-    """An execution context for one set of input shapes, with memory of torch's allocator."""
+    """An execution context for one set of input shapes; torch's allocator provides its memory."""
 
     def __init__(
         self, trt: Any, engine: Any, names: Sequence[str], shapes: _Shapes, device: torch.device
@@ -45,7 +45,7 @@ class _Context:
         for name, shape in zip(names, shapes, strict=True):
             if not self.context.set_input_shape(name, shape):
                 raise WorkerError(f"TensorRT refuses the shape {list(shape)} of {name}")
-        # Of the largest sizes: version 1.4 refuses to compute it for those at hand.
+        # Allocate for the maximum shapes: TensorRT 1.4 cannot report the size for actual shapes.
         size = int(engine.device_memory_size_v2)
         self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
         self.context.set_device_memory(self._memory.data_ptr(), size)
@@ -54,7 +54,7 @@ class _Context:
 class TensorRtEngine(Engine):
     """One serialized plan."""
 
-    is_concurrent = False  # calls share the memory of a context, and each copies the whole state
+    is_concurrent = False  # calls share the memory of a context, and every call copies the whole state
 
     def __init__(self, path: Path, device: torch.device) -> None:
         file = read_engine(path)
@@ -109,18 +109,15 @@ class TensorRtEngine(Engine):
         return values[:count]
 
     def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs, then new states beside the old ones."""
+        """Returns outputs, then updated states in new tensors."""
         given = [tensor.contiguous() for tensor in tensors]
         shapes = tuple(tuple(given[index].shape) for index, _ in self._inputs)
         context = self._context(shapes)
         for index, name in self._inputs:
             context.set_tensor_address(name, given[index].data_ptr())
-        count = len(self._outputs) - len(self._header.state)
         values = []
-        for place, (name, dtype) in enumerate(self._outputs):
-            shape = tuple(context.get_tensor_shape(name))
-            state = tensors[self._header.state[place - count]] if place >= count else None
-            value = self._output(shape, dtype, state)
+        for name, dtype in self._outputs:
+            value = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device=self._device)
             context.set_tensor_address(name, value.data_ptr())
             values.append(value)
         if not context.execute_async_v3(torch.cuda.current_stream(self._device).cuda_stream):
@@ -128,10 +125,6 @@ class TensorRtEngine(Engine):
                 f"TensorRT could not run the engine: {'; '.join(self._messages[-3:])}", where=str(self._path)
             )
         return values
-
-    def _output(self, shape: tuple[int, ...], dtype: torch.dtype, state: torch.Tensor | None) -> torch.Tensor:
-        """Memory for an output; for that of a new `state` it is not the memory of the old one."""
-        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _context(self, shapes: _Shapes) -> Any:
         found = self._contexts.get(shapes)
@@ -146,35 +139,24 @@ class TensorRtEngine(Engine):
             context.set_tensor_address(name, weight.data_ptr())
 
 
-class ModelOfEngine(Engine):
+def _load_model(file: EngineFile, path: Path) -> Engine:
     """The ONNX model of an engine for RTX cards, run by ONNX Runtime on a CPU."""
+    from mingc.runtime.engines.backends.onnx import load as load_model
 
-    def __init__(self, file: EngineFile, path: Path) -> None:
-        from mingc.runtime.engines.backends.onnx import load as load_model
-
-        if not file.model:
-            raise ArtifactError(
-                f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
-                where=str(path),
-                fix="run it on such a GPU, or export again with --target cpu",
-            )
-        with tempfile.NamedTemporaryFile(suffix=".onnx") as copy:
-            copy.write(file.model)
-            copy.flush()
-            self._engine = load_model(Path(copy.name), torch.device("cpu"))
-
-    def constants(self) -> Sequence[str]:
-        return self._engine.constants()
-
-    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._engine.bind(weights)
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return self._engine.run(tensors)
+    if not file.model:
+        raise ArtifactError(
+            f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
+            where=str(path),
+            fix="run it on such a GPU, or export again with --target cpu",
+        )
+    with tempfile.NamedTemporaryFile(suffix=".onnx") as copy:
+        copy.write(file.model)
+        copy.flush()
+        return load_model(Path(copy.name), torch.device("cpu"))
 
 
 def _import(header: EngineHeader, path: Path) -> Any:
-    """Raises: ArtifactError when the library of the engine is not installed."""
+    """The library that built the engine. Raises: ArtifactError when it is not installed."""
     if header.library not in TITLES:
         raise ArtifactError(
             f"the engine was built by {header.library}, which this mingc does not know",
@@ -213,7 +195,7 @@ def _listed(header: EngineHeader) -> str:
 
 
 def _create_context(trt: Any, engine: Any) -> Any:
-    """A context that takes its memory from the caller and compiles kernels before its first run has ended."""
+    """A context whose memory the caller provides, and whose kernels are compiled before its first run ends."""
     strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     if not hasattr(engine, "create_runtime_config") or not hasattr(
         trt, "DynamicShapesKernelSpecializationStrategy"
@@ -221,7 +203,7 @@ def _create_context(trt: Any, engine: Any) -> Any:
         return engine.create_execution_context(strategy)
     config = engine.create_runtime_config()
     config.set_execution_context_allocation_strategy(strategy)
-    # Otherwise kernels for the sizes at hand are compiled in the background, while a CUDA graph is captured.
+    # Otherwise TensorRT compiles kernels for the actual sizes in the background, while a CUDA graph is captured.
     config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
     return engine.create_execution_context(config)
 
@@ -249,5 +231,5 @@ def unavailable(device: str) -> tuple[str, str] | None:
 def load(path: Path, device: torch.device) -> Engine:
     """The engine at `path`, without weights yet."""
     if device.type == "cpu":
-        return ModelOfEngine(read_engine(path), path)
+        return _load_model(read_engine(path), path)
     return TensorRtEngine(path, device)

@@ -1,4 +1,4 @@
-"""Hard exit: end this process although one of its threads may be in a device call that never returns."""
+"""Hard exit: ends this process although one of its threads may be in a device call that never returns."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("mingc")
 def hard_exit(error: MingcError, keep_alive: object = None, timeout_s: float = EXIT_TIMEOUT_S) -> None:
     """Guarantee that this process ends with the exit code of `error`: by itself within `timeout_s`, else by force.
 
-    Returns at once. A normal exit skips the interpreter's teardown from now on, because the teardown of torch and NCCL
+    Returns at once. From now on a normal exit skips the interpreter's teardown, because the teardown of torch and NCCL
     waits for the device. If a thread still holds the GIL `GIL_MARGIN_S` after the timeout, the exit code is 1.
 
     Args:
-        keep_alive: an object not to be freed before the exit; freeing engines and rank memory waits for the device.
+        keep_alive: not freed before the exit, because freeing engines and rank memory waits for the device.
     """
     atexit.register(_exit, error, keep_alive)
     threading.Thread(target=_exit_later, args=(error, timeout_s), name="mingc-hard-exit", daemon=True).start()

@@ -24,14 +24,11 @@ from torch import Tensor
 from mingc.artifacts.codec import encode
 from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
-from mingc.runtime.distributed.all_reduce import AllReducePlan
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
 from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
-from mingc.runtime.thinker.scheduler import ChunkShape
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
@@ -39,9 +36,9 @@ from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 600.0  # loading the released weights from a cold disk takes minutes
-_SHUTDOWN_TIMEOUT_S = 10.0  # of leaving the process group
+_SHUTDOWN_TIMEOUT_S = 10.0  # for leaving the process group
 _CHILD_EXIT_TIMEOUT_S = 5.0
-_CHILD_EXIT_NOTICE_S = 0.2  # a closed socket is seen before the exit of its process
+_CHILD_EXIT_NOTICE_S = 0.2  # this process sees the closed socket of a child before the end of the child
 
 _RESTART = "restart the server"
 
@@ -57,11 +54,14 @@ class RankGroup:
     Args:
         devices: one per rank; the first one belongs to this process.
         load: loads this process's stage while the rank processes load theirs.
-        count_pages: the KV pages of every rank; called when all ranks have loaded, so that it can measure what is left.
+        count_pages: KV pages of every rank; called when all ranks have loaded, so that it can measure the memory left.
         start: creates this process's worker from stage and pages, after the process group is initialized.
-        on_failure: called once, from any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
-        step_timeout_s: seconds after which a step that has not ended counts as hanging.
-        options: those that `start` creates the worker with.
+        on_failure: called once, on any thread, when a rank process has ended unexpectedly, or a step fails or hangs.
+        step_timeout_s: a step that takes longer counts as hanging.
+        options: the options with which `start` creates the worker.
+
+    Attributes:
+        worker: the worker of rank 0.
 
     On CUDA a failure also ends this process (`hard_exit`): a kernel that waits for a dead rank cannot be cancelled.
     """
@@ -116,7 +116,7 @@ class RankGroup:
                 device=str(devices[0]),
                 timeout_s=timeout_s,
             )
-            self._worker = start(stage, num_pages)
+            self.worker = start(stage, num_pages)
             self._wait_for(READY)
         except BaseException:
             self.close()
@@ -124,58 +124,28 @@ class RankGroup:
         self._watchdog = StepWatchdog(self.device, step_timeout_s, self._on_step_timeout)
 
     @property
-    def all_reduce_plan(self) -> AllReducePlan:
-        """Selected all-reduce algorithms."""
-        return self._worker.all_reduce.plan
-
-    @property
     def is_alive(self) -> bool:
         return self._failure is None and not self._is_closing.is_set()
 
     @property
-    def num_pages(self) -> int:
-        """As `ThinkerWorker.num_pages`."""
-        return self._worker.num_pages
-
-    @property
-    def state_bytes(self) -> int:
-        """As `ThinkerWorker.state_bytes`, of each rank."""
-        return self._worker.state_bytes
-
-    @property
     def samples_on_device(self) -> bool:
-        return self._worker.samples_on_device
-
-    @property
-    def chunk(self) -> ChunkShape:
-        """As `ThinkerWorker.chunk`."""
-        return self._worker.chunk
-
-    @property
-    def num_layer_groups(self) -> int:
-        """As `ThinkerWorker.num_layer_groups`."""
-        return self._worker.num_layer_groups
-
-    @property
-    def latency_model(self) -> StepLatencyModel | None:
-        """As `ThinkerWorker.latency_model`."""
-        return self._worker.latency_model
+        return self.worker.samples_on_device
 
     def prefill(self, step: PrefillStep) -> Tensor:
         """As `ThinkerWorker.prefill`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, self._worker.prefill)
+        return self._run(step, self.worker.prefill)
 
     def decode(self, step: DecodeStep) -> Tensor:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, self._worker.decode)
+        return self._run(step, self.worker.decode)
 
     def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
         """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, partial(self._worker.launch_decode, with_logits=with_logits))
+        return self._run(step, partial(self.worker.launch_decode, with_logits=with_logits))
 
     def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
         """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, partial(self._worker.launch_prefill, with_logits=with_logits))
+        return self._run(step, partial(self.worker.launch_prefill, with_logits=with_logits))
 
     def close(self) -> None:
         """End the rank processes by closing their sockets; kill those that remain after a timeout."""
@@ -202,10 +172,10 @@ class RankGroup:
         os.close(self._pipe_read)
 
     def _leave_group(self) -> None:
-        """Leave the process group. Hard exit if that hangs: a step may be stuck on the device."""
+        """Leave the process group; `hard_exit` if that hangs, because a step may be stuck on the device."""
 
         def leave() -> None:
-            self._worker.close()
+            self.worker.close()
             process_group.shutdown()
 
         thread = threading.Thread(target=leave, name="mingc-leave-group", daemon=True)
@@ -231,7 +201,7 @@ class RankGroup:
         ours.settimeout(_START_TIMEOUT_S)
         self._sockets.append(ours)
         self._children.append(child)
-        # Watch from now on: a rank that dies during startup may leave this one in a collective, too.
+        # Watch from now on: a rank that dies during startup may leave this rank in a collective.
         threading.Thread(
             target=self._watch_child,
             args=(config.rank, child),
@@ -247,7 +217,7 @@ class RankGroup:
                 raise RankError(f"rank {rank} did not start: {error}", where=f"rank {rank}") from error
             if received != message:
                 code = child.wait()
-                # Set when this rank was killed because another one died.
+                # `_failure` is set if this rank was killed because another one died.
                 raise self._failure or RankError(
                     f"rank {rank} exited with code {code} during startup", where=f"rank {rank}"
                 )
@@ -282,7 +252,7 @@ class RankGroup:
         )
 
     def _find_dead_child(self) -> RankError | None:
-        """The error of a rank process that has just exited, which explains a failed step; None if all run."""
+        """The error of a rank process that has just exited, which explains a failed step; None while all run."""
         for rank, child in enumerate(self._children, start=1):
             try:
                 return _exit_error(rank, child.wait(_CHILD_EXIT_NOTICE_S))

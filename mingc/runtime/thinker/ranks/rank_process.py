@@ -1,7 +1,7 @@
 """Process of a thinker rank above 0: receives steps from rank 0 (`rank_group`) and runs them on its own worker.
 
-Started as `python -m mingc.runtime.thinker.ranks.rank_process CONFIG`, where CONFIG is the JSON of `WorkerConfig`. It
-ends when its step socket or the parent pipe closes, which the kernel does however the server dies.
+`python -m mingc.runtime.thinker.ranks.rank_process CONFIG` starts it; CONFIG is the JSON of `WorkerConfig`. It ends
+when its step socket or the parent pipe closes; the kernel closes them however the server dies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mingc.artifacts.codec import decode
 from mingc.host.parent_watchdog import watch_pipe
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import load_stage
+from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
-from mingc.runtime.thinker.startup import create_worker
 from mingc.runtime.thinker.step import PrefillStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
@@ -33,8 +33,8 @@ class WorkerConfig:
     """Configuration of one rank process.
 
     Attributes:
-        port: of the store for the rendezvous, see `process_group.host_store`.
-        timeout_s: of collectives that the host waits for.
+        port: port of the store for the rendezvous, see `process_group.host_store`.
+        timeout_s: limit of collectives that the host waits for.
         step_socket: file descriptor; the number of KV pages and steps come in, `LOADED` and `READY` go out.
         parent_pipe: file descriptor that is closed when the server dies.
     """
@@ -53,7 +53,7 @@ class WorkerConfig:
 
 def main() -> None:
     config = decode(WorkerConfig, json.loads(sys.argv[1]))
-    # A terminal sends these to the whole process group; the server decides when its ranks end.
+    # A terminal sends these signals to the whole process group; the server decides when its ranks end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     watch_pipe(config.parent_pipe)  # ends the process also while it waits in a collective
@@ -62,7 +62,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with socket.socket(fileno=config.step_socket) as sock:
-        # The server checked it, and that its engines run here.
+        # The server has checked the artifact, and that its engines run here.
         artifact = open_unchecked(Path(config.artifact))
         manifest = artifact.manifest
         decoder = manifest.graph.text_decoder()

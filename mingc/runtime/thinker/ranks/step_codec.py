@@ -1,4 +1,4 @@
-"""Binary encoding of thinker steps for the sockets between ranks: a JSON header, then the raw arrays. No pickle.
+"""Encodes thinker steps for the sockets between ranks as a JSON header and the raw arrays, without pickle.
 
 `rank_group` encodes a step once and sends the same bytes to all ranks; `rank_process` decodes them.
 """
@@ -54,7 +54,7 @@ def broadcast_step(sockets: Sequence[socket.socket], step: Step, *, timeout_s: f
 
 
 def broadcast_num_pages(sockets: Sequence[socket.socket], num_pages: int, *, timeout_s: float) -> None:
-    """Send the number of KV pages, which precedes all steps. Raises: as `broadcast_step`."""
+    """Send the number of KV pages, before all steps. Raises: WorkerError like `broadcast_step`."""
     _broadcast(sockets, _NUM_PAGES.pack(num_pages), timeout_s)
 
 

@@ -13,14 +13,10 @@ _CHECKS_PER_TIMEOUT = 10
 
 
 class StepWatchdog:
-    """Calls `on_timeout` once, from its own thread, when a step takes longer than `timeout_s`.
+    """Calls `on_timeout` once, on a separate thread, with the problem, when a step takes longer than `timeout_s`.
 
-    Steps are launched asynchronously, so on CUDA an event is recorded after a step. Once it has passed, the next step
-    records a new one. An event that is `timeout_s` old and has not passed means that the device is stuck.
-
-    Args:
-        timeout_s: seconds.
-        on_timeout: receives a description of the problem.
+    Steps are launched asynchronously, so on CUDA a step records an event after its work. Once the event has passed, the
+    next step records another one. If an event is `timeout_s` old and has not passed, the device is stuck.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
@@ -34,7 +30,7 @@ class StepWatchdog:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the call of a step inside the block."""
+        """Watch the call of a step in the block."""
         self._call_start = time.monotonic()
         try:
             yield
