@@ -445,6 +445,14 @@ def test_every_stage_takes_the_time_between_its_moments() -> None:
     }  # fmt: skip
 
 
+def test_counters_of_the_engines_show_what_the_engines_counted_at_every_scrape() -> None:
+    metrics = Metrics()
+    for counted in (5, 8, 8, 9):
+        samples = metrics.samples(ServiceLoad(prefilled_tokens=counted))
+        found = {each.name: each.value for each in samples}
+        assert found["mingc_prefilled_tokens_total"] == counted
+
+
 def test_latencies_are_those_to_the_first_and_between_neighbouring_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

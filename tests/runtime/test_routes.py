@@ -384,6 +384,14 @@ def test_all_of_a_chat_reaches_the_service() -> None:
     assert request.request_id.startswith("chatcmpl-")
 
 
+def test_a_spoken_chat_that_is_answered_whole_is_generated_as_fast_as_possible() -> None:
+    for stream, is_live in ((True, True), (False, False)):
+        state = make_state()
+        body = {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}, "stream": stream}
+        assert call(state, chat("hello", **body)) is None
+        assert [request.is_live for request in service_of(state).chats] == [is_live]
+
+
 def test_all_of_a_speech_request_reaches_the_service() -> None:
     state = make_state()
     body = {
