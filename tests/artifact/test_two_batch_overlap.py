@@ -37,13 +37,13 @@ def answers(
         assert service.thinker is not None
         loop = service.thinker
         assert isinstance(loop.runner, RankGroup)
-        prefill = loop.runner._worker.prefill
+        prefill = loop.runner.worker.prefill
 
         def note(step: PrefillStep) -> torch.Tensor:
             counts[-1].append(int(step.counts.sum()))
             return prefill(step)
 
-        monkeypatch.setattr(loop.runner._worker, "prefill", note)
+        monkeypatch.setattr(loop.runner.worker, "prefill", note)
         for case in CASES:
             counts.append([])
             collector = Collector()

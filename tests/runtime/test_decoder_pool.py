@@ -236,7 +236,7 @@ def test_a_process_that_cannot_be_replaced_takes_no_answer_with_it(
     def run_and_retire(self: Any, task: MediaTask, data: bytes) -> Any:
         if ends == "crashes":
             os.kill(self.process.pid, signal.SIGSEGV)
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return run(self, task, data)[0], False
 
     def refuse(*args: Any, **options: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conformance.vae import num_frames
+from mingc.artifacts.spec import GraphSpec, TensorSpec
 
 
 class FakeEngines:
@@ -18,8 +19,9 @@ class FakeEngines:
         return SimpleNamespace(frames_per_latent=4)
 
     def stage(self, name: str) -> dict[str, SimpleNamespace]:
-        wave = SimpleNamespace(name="waveform", shape=("T", 40))
-        return {"encode": SimpleNamespace(spec=SimpleNamespace(inputs=[wave]))}
+        wave = TensorSpec(name="waveform", dtype="float32", shape=("T", 40))
+        spec = GraphSpec(name="encode", inputs=(wave,), outputs=(), dims=(), state=())
+        return {"encode": SimpleNamespace(spec=spec)}
 
 
 @pytest.mark.parametrize(("samples", "frames"), [(1, 1), (10, 1), (11, 2), (40, 4), (41, 5)])
