@@ -472,6 +472,43 @@ def test_malformed_json(raw: bytes, words: str) -> None:
     assert caught.value.code == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": None, "content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"type": None}]}], "messages[0].content[0].type"),
+    ],
+)
+def test_a_null_role_or_type_counts_as_absent(messages: object, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(messages=messages)
+    assert (caught.value.code, caught.value.param) == ("missing_required_parameter", param)
+
+
+def test_a_role_that_is_no_string_has_the_wrong_type() -> None:
+    with pytest.raises(RequestError, match="must be a string") as caught:
+        chat(messages=[{"role": 1, "content": "a"}])
+    assert caught.value.code == "invalid_type"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model", "a string"),
+        ("stop", "a string or an array"),
+        ("thinking", "a boolean"),
+        ("audio", "an object"),
+    ],
+)
+def test_a_number_too_large_for_float64_has_the_wrong_type_where_no_number_fits(
+    name: str, expected: str
+) -> None:
+    body: dict[str, Any] = {name: float("inf")}
+    with pytest.raises(RequestError, match=f"must be {expected}, not a number") as caught:
+        chat(**body)
+    assert (caught.value.code, caught.value.param) == ("invalid_type", name)
+
+
 def test_choices_of_several_structs_are_listed_once() -> None:
     with pytest.raises(RequestError) as caught:
         chat(messages=[{"role": "user", "content": [{"type": "txt", "text": "a"}]}])

@@ -248,7 +248,7 @@ def _decode(
     try:
         return msgspec.json.decode(raw, type=type_, dec_hook=media_string)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), type_) from error
+        raise validation_error(str(error), type_, raw) from error
     except RecursionError as error:
         raise malformed("it is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

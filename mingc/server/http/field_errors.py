@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+import msgspec
 from msgspec import inspect
 
 from mingc.errors import RequestError
@@ -28,6 +29,9 @@ _CHOICE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
 _TYPE_NAMES = {
     "str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "an array",
     "object": "an object", "null": "null",
+}  # fmt: skip
+_JSON_TYPES: dict[type[inspect.Type], str] = {
+    inspect.BoolType: "bool", inspect.ListType: "array", inspect.StructType: "object", inspect.NoneType: "null",
 }  # fmt: skip
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -112,8 +116,8 @@ def _half_pair(value: object, keys: _Keys) -> _Keys | None:
     return None
 
 
-def validation_error(reason: str, type_: type) -> RequestError:
-    """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message."""
+def validation_error(reason: str, type_: type, raw: bytes = b"") -> RequestError:
+    """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message about `raw`."""
     before, found, path = reason.rpartition(" - at `$")
     if found and _PATH.fullmatch(path):  # a key in the message may contain the separator
         reason = before
@@ -132,13 +136,27 @@ def validation_error(reason: str, type_: type) -> RequestError:
             else invalid(param, f"must be an array of at most {limit} items")
         )
     if match := _TYPE.fullmatch(reason):
-        if keys and match[2] == "null":
+        # of a role or a part's type, msgspec does not say what it found
+        if keys and (match[2] == "null" or (match[2] is None and _is_null(raw, keys))):
             return missing(param)
         return wrong_type(param, _in_words(match[1]), _TYPE_NAMES.get(match[2]))
     types = list(_types_at(type_, keys))
     if match := _CHOICE.fullmatch(reason):
         return _unknown_choice(param, types, match[1].strip("'"))
+    if types and not any(isinstance(each, inspect.IntType | inspect.FloatType) for each in types):
+        names = dict.fromkeys(_JSON_TYPES.get(type(each), "str") for each in types)  # 1e999 for a string
+        return wrong_type(param, _in_words(" | ".join(names)), "a number")
     return invalid(param, f"must be {_bounds(types)}")
+
+
+def _is_null(raw: bytes, keys: _Keys) -> bool:
+    try:
+        value: Any = msgspec.json.decode(raw)
+        for key in keys:
+            value = value[key]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return False  # malformed after the field
+    return value is None
 
 
 def _in_words(names: str) -> str:
