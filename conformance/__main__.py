@@ -8,6 +8,9 @@ from typing import TextIO
 
 import click
 
+from mingc.cli import usage_error
+from mingc.commands import INTERRUPTED
+from mingc.console.command import PATH, Command
 from mingc.console.progress import step_logger
 from mingc.console.report import show, show_error
 from mingc.console.signals import clean_shutdown
@@ -15,13 +18,11 @@ from mingc.errors import MingcError
 
 EXIT_FOUND_PROBLEMS = 3
 
-_PATH = click.Path(path_type=Path)
 
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("artifact", type=_PATH)
+@click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("artifact", type=PATH)
 @click.option(
-    "--reference", type=_PATH, required=True, help="Folder of golden files in the format of tests/data."
+    "--reference", type=PATH, required=True, help="Folder of golden files in the format of tests/data."
 )
 @click.option(
     "--json",
@@ -51,5 +52,18 @@ def main(artifact: Path, reference: Path, document: TextIO | None) -> None:
     sys.exit(0 if report.passed else EXIT_FOUND_PROBLEMS)
 
 
+def run() -> None:
+    """Run the command line and exit, with 130 after a signal."""
+    try:
+        main(prog_name="python -m conformance", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        print("conformance: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        wrong = usage_error(error, "python -m conformance")
+        show_error(wrong, as_json=False)
+        sys.exit(wrong.exit_code)
+
+
 if __name__ == "__main__":
-    main(prog_name="python -m conformance")
+    run()

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("mingc: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
-        sys.exit(_fail(_usage_error(error), as_json=as_json, debug=debug))
+        sys.exit(_fail(usage_error(error), as_json=as_json, debug=debug))
     except MingcError as error:
         sys.exit(_fail(error, as_json=as_json, debug=debug))
     except Exception as error:
@@ -85,7 +85,8 @@ def _fail(error: MingcError, *, as_json: bool, debug: bool) -> int:
     return error.exit_code
 
 
-def _usage_error(error: click.ClickException) -> ConfigError:
+def usage_error(error: click.ClickException, program: str = "mingc") -> ConfigError:
+    """What click found wrong in the command line of `program`."""
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "mingc"
+    path = context.command_path if context is not None else program
     return ConfigError(error.format_message(), where=path, fix=f"see {path} --help")

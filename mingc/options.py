@@ -177,12 +177,13 @@ class Option:
         """Say in one sentence that a value is outside of the range; empty for a valid value."""
         if value is None or isinstance(value, bool):
             return []
+        if isinstance(value, float) and not math.isfinite(value):
+            return [f"{self.label} {self.text(value)}: must be a finite number"]
         if self.choices:
             is_good = value in self.choices
         elif isinstance(value, int | float):
             is_good = (
-                (isinstance(value, int) or math.isfinite(value))
-                and (self.least is None or value >= self.least)
+                (self.least is None or value >= self.least)
                 and (self.above is None or value > self.above)
                 and (self.most is None or value <= self.most)
             )
@@ -207,6 +208,8 @@ def _parsed(value: Any, kind: Any, unit: Unit | None) -> Any:
     number = unit.parse(value) if unit is not None and isinstance(value, str) else None
     value = value if number is None else number
     try:
+        if isinstance(value, str) and ("_" in value or not value.isascii()):  # digits that Python would take
+            raise TypeError
         if isinstance(value, bool) or (
             kind is int and isinstance(value, float) and (number is None or value % 1)
         ):

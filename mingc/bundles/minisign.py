@@ -56,7 +56,7 @@ def read_public_key(given: str) -> PublicKey:
         raise _bad_key(given, f"the key cannot be read: {error}") from error
     raw = _decode(text.splitlines()[-1] if text else "")
     if raw is None or len(raw) != 42 or raw[:2] != _KEY:
-        raise _bad_key(given, f"{given} is not a minisign public key")
+        raise _bad_key(given, f"{given or repr(given)} is not a minisign public key")
     return PublicKey(raw[2:10], ed25519.Ed25519PublicKey.from_public_bytes(raw[10:]))
 
 
@@ -210,7 +210,7 @@ def _ed25519() -> Any:
 def _bad_key(where: str, problem: str) -> ConfigError:
     return ConfigError(
         problem,
-        where=where,
+        where=where or "the public key",
         fix="pass a key that mingc bundle keygen or minisign -G wrote, or that minisign printed",
     )
 

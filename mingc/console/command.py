@@ -89,6 +89,13 @@ class Command(cloup.Command):
 
     context_class = Context
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:  # click leaves the command out of some errors
+            error.ctx = error.ctx or ctx
+            raise
+
 
 class Group(cloup.Group):
     """A command with sub-commands."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mingc_command import conformance, mingc_here
 
 import mingc
 from mingc.cli import main
@@ -192,3 +193,37 @@ def test_a_second_interrupt_does_not_wait_for_the_shutdown(code: str, expected: 
         _, err = process.communicate(timeout=30)
         assert process.returncode == expected
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [("--port",), ("--self-check=1",)])
+def test_an_option_without_its_value_names_the_command(words: tuple[str, ...]) -> None:
+    found = mingc_here("serve", "artifact", *words)
+    assert found.code == 2
+    assert "where: mingc serve\n" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("inf", "must be a finite number"),
+        ("١٢", "not a number"),
+        ("1_0", "not a number"),
+    ],
+)
+def test_a_duration_is_a_finite_number_in_plain_digits(value: str, said: str) -> None:
+    found = mingc_here("serve", "artifact", "--header-timeout", value)
+    assert found.code == 2
+    assert "--header-timeout" in found.stderr and said in found.stderr
+
+
+@pytest.mark.parametrize("words", [(), ("artifact", "--reference"), ("artifact", "--reference", "")])
+def test_a_wrong_command_line_of_conformance_is_told_as_one_of_mingc(words: tuple[str, ...]) -> None:
+    found = conformance(*words)
+    assert found.code == 2
+    assert all(part in found.stderr for part in ("error: ", "where: python -m conformance", "fix: see "))
+
+
+def test_synth_refuses_an_empty_config(tmp_path: Path) -> None:
+    found = mingc_here("synth", tmp_path / "out", "--config", "")
+    assert found.code == 2
+    assert "--config: the path is empty" in found.stderr

@@ -126,6 +126,8 @@ def _write_tokenizers(checkpoint: Checkpoint, folder: Path, log: Callable[[str],
 
 
 def _configs(config: str) -> Path:
+    if not config:
+        raise ConfigError("--config: the path is empty", where="mingc synth", fix="name a folder of configs")
     path = BUILT_IN.get(config, Path(config))
     folder = path.parent if path.is_file() else path
     if not (folder / "config.json").is_file():
