@@ -315,6 +315,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # In no wheel: it knows what a server and `mingc verify` know, and the package does not know it.
 ALLOWED["conformance"] = (
     *ALLOWED["mingc.verify"],
+    "mingc",
     "mingc.cli",  # errors of usage and signals end it as they end `mingc`
     "mingc.console",
     "mingc.console.signals",
