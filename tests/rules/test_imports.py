@@ -316,6 +316,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 ALLOWED["conformance"] = (
     *ALLOWED["mingc.verify"],
     "mingc",
+    "mingc.commands",
     "mingc.cli",  # errors of usage and signals end it as they end `mingc`
     "mingc.console",
     "mingc.console.signals",
