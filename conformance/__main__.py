@@ -8,15 +8,11 @@ from typing import TextIO
 
 import click
 
-from mingc.cli import usage_error
-from mingc.commands import INTERRUPTED
-from mingc.console.command import PATH, Command
+from mingc.console.command import FOUND_PROBLEMS, INTERRUPTED, PATH, Command, usage_error
 from mingc.console.progress import step_logger
 from mingc.console.report import show, show_error
 from mingc.console.signals import clean_shutdown
 from mingc.errors import MingcError
-
-EXIT_FOUND_PROBLEMS = 3
 
 
 @click.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,7 +45,7 @@ def main(artifact: Path, reference: Path, document: TextIO | None) -> None:
     log(
         f"{report.checked} comparisons, {report.failed} failed, {report.expected_differences} expected differences"
     )
-    sys.exit(0 if report.passed else EXIT_FOUND_PROBLEMS)
+    sys.exit(0 if report.passed else FOUND_PROBLEMS)
 
 
 def run() -> None:

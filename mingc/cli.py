@@ -13,11 +13,10 @@ import click
 import cloup
 
 from mingc import __version__
-from mingc.commands import INTERRUPTED
 from mingc.commands.removed import refuse_removed
-from mingc.console.command import Group, HelpFormatter
+from mingc.console.command import INTERRUPTED, Group, HelpFormatter, usage_error
 from mingc.console.signals import clean_shutdown
-from mingc.errors import ConfigError, MingcError, unexpected
+from mingc.errors import MingcError, unexpected
 
 COMMANDS = ("export", "serve", "verify", "probe", "bundle", "doctor", "synth")  # files of mingc/commands
 
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("mingc: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
-        sys.exit(_fail(usage_error(error), as_json=as_json, debug=debug))
+        sys.exit(_fail(usage_error(error, "mingc"), as_json=as_json, debug=debug))
     except MingcError as error:
         sys.exit(_fail(error, as_json=as_json, debug=debug))
     except Exception as error:
@@ -83,10 +82,3 @@ def _fail(error: MingcError, *, as_json: bool, debug: bool) -> int:
         traceback.print_exception(error)
     show_error(error, as_json=as_json)
     return error.exit_code
-
-
-def usage_error(error: click.ClickException, program: str = "mingc") -> ConfigError:
-    """What click found wrong in the command line of `program`."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else program
-    return ConfigError(error.format_message(), where=path, fix=f"see {path} --help")

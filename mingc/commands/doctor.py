@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 import cloup
 
-from mingc.commands import FOUND_PROBLEMS
-from mingc.console.command import PATH, Command, common, option
+from mingc.console.command import FOUND_PROBLEMS, PATH, Command, common, option
 
 
 @cloup.command(cls=Command)

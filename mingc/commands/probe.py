@@ -10,9 +10,8 @@ from typing import Any
 import click
 import cloup
 
-from mingc.commands import FOUND_PROBLEMS
 from mingc.commands.export import run_export
-from mingc.console.command import PATH, Command, common, declared, given, option
+from mingc.console.command import FOUND_PROBLEMS, PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
 from mingc.errors import ConfigError
 from mingc.probe.options import ProbeOptions

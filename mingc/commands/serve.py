@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mingc.commands import FOUND_PROBLEMS, INTERRUPTED
-from mingc.console.command import PATH, Command, common, declared, given, option
+from mingc.console.command import FOUND_PROBLEMS, INTERRUPTED, PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
 from mingc.errors import ConfigError
 from mingc.media.options import MediaOptions

@@ -1,4 +1,4 @@
-"""Parts of every command: help in groups, options from declarations, `--json` and `--debug`."""
+"""Parts of every command: help in groups, options from declarations, `--json` and `--debug`, exit codes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import cloup
 from click.core import ParameterSource
 from cloup.styling import IStyle
 
+from mingc.errors import ConfigError
 from mingc.options import REQUIRED, Option, options_of, parse, refuse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
+
+FOUND_PROBLEMS = 3  # exit code of a command that ran to its end and found problems
+INTERRUPTED = 130  # by Ctrl-C or SIGTERM
 
 # Stand-ins for a blank and a hyphen at which a line must not end.
 _KEPT = {" ": "\u00a0", "-": "\u2011"}
@@ -35,6 +39,13 @@ class PathParam(click.Path):
 
 
 PATH = PathParam()
+
+
+def usage_error(error: click.ClickException, program: str) -> ConfigError:
+    """What click found wrong in the command line of `program`."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else program
+    return ConfigError(error.format_message(), where=path, fix=f"see {path} --help")
 
 
 class HelpFormatter(cloup.HelpFormatter):

@@ -315,9 +315,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # In no wheel: it knows what a server and `mingc verify` know, and the package does not know it.
 ALLOWED["conformance"] = (
     *ALLOWED["mingc.verify"],
-    "mingc",
-    "mingc.commands",
-    "mingc.cli",  # errors of usage and signals end it as they end `mingc`
     "mingc.console",
     "mingc.console.signals",
     "mingc.runtime.thinker.ranks",
