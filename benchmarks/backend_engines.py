@@ -72,7 +72,7 @@ class Case:
         return f"{self.config}-{self.dtype}-{self.graph}-{dims}{layers}{changed}"
 
 
-# Of each graph the first size before the second of any, so that a run that is cut short has every graph.
+# The first size of every graph comes before any second size, so that a run that is cut short has every graph.
 SIZES: tuple[Mapping[str, Mapping[str, int]], ...] = (
     {
         "cfm.sample": {"B": 1},

@@ -33,7 +33,7 @@ _SPREAD = 0.5  # lengths of answers are uniform within this share of the wanted 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What requests consist of.
+    """Sizes of the requests.
 
     Attributes:
         words: of a prompt.
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Answer:
-    """What a client saw of one answer; times are those of `time.perf_counter`.
+    """One answer as a client saw it. Times come from `time.perf_counter`.
 
     Attributes:
         text: of a chat: arrivals of its tokens, and the server's moments; None for a speech request.

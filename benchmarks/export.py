@@ -22,7 +22,7 @@ from mingc.runtime.engines.stage_loader import rank_weight_bytes
 
 
 def figures(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the report that `mingc export --json` prints."""
+    """Return the figures of the report that `mingc export --json` prints."""
     artifact = open_artifact(Path(report["output"]))
     shard = max(rank_weight_bytes(artifact, name, 0) for name in artifact.manifest.stages)
     graphs = report["graphs"]
