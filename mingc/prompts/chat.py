@@ -5,6 +5,7 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, Message, TextPart, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, ToolCall, VideoParams
 from mingc.prompts.features import Features
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
@@ -20,7 +21,7 @@ from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWri
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
 
-_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
+_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
 
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
 
@@ -49,6 +50,7 @@ class ChatProcessor:
         decoder: MediaDecoder | None = None,
         cached_characters: int = 0,
     ) -> None:
+        self._tokenizer = tokenizer
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
         self._decoder = decoder
         self._role_start, self._role_end, self._turn_end = map(
@@ -74,8 +76,9 @@ class ChatProcessor:
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
-        System messages at any place are joined by newlines. Media stand where their parts stand, whatever the text
-        says; the reference drops one medium for each literal tag of its kind (`<image>`).
+        System messages at any place are joined by newlines. Earlier calls of tools and their results stand as the
+        released template writes them; its block of tools is not written. Media stand where their parts stand, whatever
+        the text says; the reference drops one medium for each literal tag of its kind (`<image>`).
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
@@ -90,18 +93,26 @@ class ChatProcessor:
         self._write_role(writer, "SYSTEM")
         writer.text(text + suffix)
         writer.token(self._turn_end)
-        for message in messages:
-            if message.role == "system":
-                continue
-            self._write_role(writer, _ROLES[message.role])
-            for part in message.parts:
-                if isinstance(part, TextPart):
+        turns = [message for message in messages if message.role != "system"]
+        for index, message in enumerate(turns):
+            is_result = message.role == "tool"
+            if not (is_result and index and turns[index - 1].role == "tool"):
+                self._write_role(writer, _ROLES[message.role])
+            if is_result:
+                self._write_tagged(writer, "\n", "tool_response", message.text)
+            for place, part in enumerate(() if is_result else message.parts):
+                if isinstance(part, ToolCall):
+                    name = json.dumps(part.name, ensure_ascii=False)
+                    call = f'{{"name": {name}, "arguments": {part.arguments}}}'
+                    self._write_tagged(writer, "\n" if place else "", "tool_call", call)
+                elif isinstance(part, MediaPart):
+                    features = self._features(part, video, left)
+                    left -= features.num_bytes
+                    writer.media(features)
+                else:
                     writer.text(part.text)
-                    continue
-                features = self._features(part, video, left)
-                left -= features.num_bytes
-                writer.media(features)
-            writer.token(self._turn_end)
+            if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
+                writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
         writer.close()
         return self._finish(writer)
@@ -110,6 +121,13 @@ class ChatProcessor:
         writer.token(self._role_start)
         writer.text(role)
         writer.token(self._role_end)
+
+    def _write_tagged(self, writer: PromptWriter, before: str, tag: str, text: str) -> None:
+        """Write `text` between the special tokens of `tag`."""
+        writer.text(before)
+        writer.token(self._tokenizer.token_id(f"<{tag}>"))
+        writer.text(f"\n{text}\n")
+        writer.token(self._tokenizer.token_id(f"</{tag}>"))
 
     def _features(self, part: MediaPart, video: VideoParams, max_bytes: int) -> Features:
         if not isinstance(part.data, str | bytes | memoryview):
@@ -133,7 +151,9 @@ class ChatProcessor:
 
     def _check_length(self, messages: Sequence[Message]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
-        num_characters = sum(len(message.text) for message in messages)
+        num_characters = sum(
+            part.size for message in messages for part in message.parts if not isinstance(part, MediaPart)
+        )
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
@@ -190,11 +210,10 @@ def check_messages(messages: Sequence[Message]) -> None:
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)
 
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
+    if not messages:
+        raise refuse("the conversation has no message", "messages", "send at least one")
+    for message in messages:
         media = [part for part in message.parts if isinstance(part, MediaPart)]
-        if message.role not in ("system", *_ROLES):
-            raise refuse(f"unknown role {message.role!r}", f"{where}.role", "use system, user or assistant")
         if media and message.role != "user":
             what = f"{message.role} messages are text only, this one has {media[0].kind} input"
             raise refuse(what, media[0].where, "put the media into a user message")
@@ -202,9 +221,3 @@ def check_messages(messages: Sequence[Message]) -> None:
         if len(videos) > 1:
             what = f"one message has {len(videos)} videos"
             raise refuse(what, videos[1].where, "send one video per message")
-    conversation = [index for index, message in enumerate(messages) if message.role != "system"]
-    if not conversation:
-        raise refuse("the conversation has no user message", "messages", "end it with a user message")
-    if messages[conversation[-1]].role != "user":
-        where = f"messages[{conversation[-1]}].role"
-        raise refuse("the last message is the assistant's", where, "end the conversation with a user message")

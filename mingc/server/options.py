@@ -92,6 +92,10 @@ class ServeOptions:
         96 << 20, "--max-media-bytes", unit=BYTES, least=1, group=_MEDIA,
         help="Total size of the media files of one request.",
     )  # fmt: skip
+    max_image_pixels: int | None = option(
+        None, "--max-image-pixels", least=1, most=1 << 30, group=_MEDIA, shown_default="as the model requires it",
+        help="Scale images down to so many pixels; a request may ask for fewer.",
+    )  # fmt: skip
     media_timeout_s: float = option(
         30.0, "--media-timeout", unit=SECONDS, above=0, group=_MEDIA,
         help="Time to fetch one media URL, redirects included.",

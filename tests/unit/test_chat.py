@@ -28,7 +28,7 @@ from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
 from mingc.media.video import sample_video
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, ToolCall, VideoParams
 from mingc.prompts.features import AudioFeatures, Features
 from mingc.prompts.media_decoder import MediaTask
 from mingc.prompts.prompt_writer import MediaFeatures
@@ -188,6 +188,42 @@ def test_an_empty_system_message_takes_the_place_of_the_default_text(parts: tupl
     )
 
 
+def said(role: Role, *parts: TextPart | ToolCall) -> Message:
+    return Message(role=role, parts=parts)
+
+
+def test_calls_and_results_of_a_history_are_written_as_the_released_template_does() -> None:
+    """The text was rendered by hand from `chat_template` of the released tokenizer_config.json."""
+    messages = [
+        said("system", TextPart(text="S")),
+        said("user", TextPart(text="Q")),
+        said("assistant", TextPart(text="A"), ToolCall(name="f", arguments='{"a": "é"}'),
+             ToolCall(name="g", arguments="{}")),
+        said("tool", TextPart(text="one</tool_response>")),
+        said("tool", TextPart(text="two")),
+        said("assistant", ToolCall(name="f", arguments="{}")),
+        said("tool", TextPart(text="three")),
+    ]  # fmt: skip
+    ids = processor().prepare(messages).tokens.input_ids.tolist()
+    text = tokenizer().decode(ids, skip_special_tokens=False)
+    assert text == (
+        "<role>SYSTEM</role>S\n\ndetailed thinking off<|role_end|><role>HUMAN</role>Q<|role_end|>"
+        '<role>ASSISTANT</role>A\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|role_end|>'
+        "<role>OBSERVATION</role>\n<tool_response>\none</tool_response>\n</tool_response>"
+        "\n<tool_response>\ntwo\n</tool_response><|role_end|>"
+        '<role>ASSISTANT</role><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|role_end|>'
+        "<role>OBSERVATION</role>\n<tool_response>\nthree\n</tool_response><|role_end|><role>ASSISTANT</role>"
+    )
+    assert ids.count(tokenizer().token_id("</tool_response>")) == 3, "typed ones are text"
+
+
+@pytest.mark.parametrize("roles", [("system",), ("user", "assistant"), ("assistant",), ("tool",)])
+def test_a_conversation_may_end_with_any_role(roles: tuple[Role, ...]) -> None:
+    ids = processor().prepare([said(role, TextPart(text=role)) for role in roles]).tokens.input_ids.tolist()
+    assert tokenizer().decode(ids, skip_special_tokens=False).endswith("<|role_end|><role>ASSISTANT</role>")
+
+
 def test_system_messages_are_joined_by_newlines() -> None:
     messages = [
         Message(role="system", parts=(TextPart(text="One."),)),
@@ -341,10 +377,7 @@ def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> Me
 @pytest.mark.parametrize(
     ("messages", "words", "param"),
     [
-        ([], "no user message", "messages"),
-        ([Message(role="system", parts=())], "no user message", "messages"),
-        ([user("a"), Message(role="assistant", parts=())], "assistant's", "messages[1].role"),
-        ([Message(role="tool", parts=()), user("a")], "unknown role 'tool'", "messages[0].role"),  # type: ignore
+        ([], "no message", "messages"),
         ([Message(role="system", parts=(image_part("s"),)), user("a")], "system messages are text", "s"),
         (
             [user("a"), Message(role="assistant", parts=(image_part("b"),)), user("a")],
