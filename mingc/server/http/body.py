@@ -54,6 +54,7 @@ _PREFIX = 256
 _SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
+_SPACE = re.compile(rb"\\[nrt]")
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
 _BASE64 = msgspec.json.Decoder(bytes)
 _ESCAPED = {b"\\/": b"/", b"\\n": b"", b"\\r": b"", b"\\t": b""}
@@ -308,8 +309,9 @@ def cut_long_strings(raw: memoryview) -> CutBody:
 
 
 def _prefix(raw: memoryview, start: int) -> str:
-    """Return the first characters of a string, up to the first escape sequence; `/` may be escaped."""
-    match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
+    """Return the first characters of a string, up to the first escape sequence but of `/` and of white space."""
+    text = _SPACE.sub(b" ", bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
+    match = _PLAIN.match(text)
     assert match is not None
     return match[0].decode()
 
