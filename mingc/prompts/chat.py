@@ -6,7 +6,8 @@ The format follows the reference's processor, not the tokenizer's jinja template
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, Message, ToolCall, VideoParams
-from mingc.prompts.features import Features
+from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
@@ -23,7 +24,18 @@ from mingc.prompts.tokenizer import TextTokenizer
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
 
+_BLOCK_TOKENS = 3  # start and end of an image or clip, and its newline
+
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Left:
+    """What the media of a prompt may still take, and how many share it."""
+
+    num_bytes: int
+    num_tokens: int
+    num_media: int
 
 
 class ChatProcessor:
@@ -84,11 +96,25 @@ class ChatProcessor:
         """
         check_messages(messages)
         self._check_length(messages)
-        video = video or VideoParams()
+        left = _Left(
+            num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
+            num_tokens=0,
+            num_media=sum(isinstance(part, MediaPart) for message in messages for part in message.parts),
+        )
+        if left.num_media:
+            num_text = len(self._write(messages, thinking, lambda part: None).ids)
+            left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
+        return self._finish(
+            self._write(messages, thinking, lambda part: self._features(part, video or VideoParams(), left))
+        )
+
+    def _write(
+        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Features | None]
+    ) -> PromptWriter:
+        """Write all texts, and the media that `decode` does not leave out."""
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
-        left = 0 if self._decoder is None else self._decoder.max_bytes
         writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
         writer.text(text + suffix)
@@ -106,16 +132,15 @@ class ChatProcessor:
                     call = f'{{"name": {name}, "arguments": {part.arguments}}}'
                     self._write_tagged(writer, "\n" if place else "", "tool_call", call)
                 elif isinstance(part, MediaPart):
-                    features = self._features(part, video, left)
-                    left -= features.num_bytes
-                    writer.media(features)
+                    if (features := decode(part)) is not None:
+                        writer.media(features)
                 else:
                     writer.text(part.text)
             if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
                 writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
         writer.close()
-        return self._finish(writer)
+        return writer
 
     def _write_role(self, writer: PromptWriter, role: str) -> None:
         writer.token(self._role_start)
@@ -129,7 +154,14 @@ class ChatProcessor:
         writer.text(f"\n{text}\n")
         writer.token(self._tokenizer.token_id(f"</{tag}>"))
 
-    def _features(self, part: MediaPart, video: VideoParams, max_bytes: int) -> Features:
+    def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
+        features = self._decode(part, video, left)
+        left.num_bytes -= features.num_bytes
+        left.num_tokens -= _num_tokens(features, self.merge_size)
+        left.num_media -= 1
+        return features
+
+    def _decode(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
         if not isinstance(part.data, str | bytes | memoryview):
             return part.data
         assert not isinstance(part.data, str), "the server loads references"
@@ -140,8 +172,10 @@ class ChatProcessor:
             vision=None if is_audio else _require_encoder(self._vision, part),
             audio=_require_encoder(self._audio, part) if is_audio else None,
             video=video,
-            max_bytes=max_bytes,
-            max_tokens=self._max_tokens,
+            max_pixels=part.max_pixels,
+            max_bytes=left.num_bytes,
+            max_tokens=left.num_tokens,
+            num_media=left.num_media,
         )
         if self._decoder is None:
             raise RequestError(
@@ -180,6 +214,13 @@ class ChatProcessor:
             spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)
         )
         return PreparedPrompt(tokens=prompt, media=media)
+
+
+def _num_tokens(features: Features, merge_size: int) -> int:
+    if isinstance(features, AudioFeatures):
+        return features.num_tokens
+    vision = features.vision if isinstance(features, VideoFeatures) else features
+    return vision.num_tokens(merge_size)
 
 
 def _too_long(found: str, max_tokens: int) -> RequestError:

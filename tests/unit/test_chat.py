@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from preprocess_data import (
     audio_parameters,
     config,
@@ -370,6 +373,36 @@ def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
     assert len(chat.prepare([user(small, small)])[1].vision) == 2, "several frames are spread over calls"
 
 
+@pytest.mark.parametrize(("max_patches", "max_tokens"), [(4096, 500), (600, 2000)])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("size", [(2016, 1512), (1012, 1351), (3000, 400), (1201, 1200)])
+def test_what_is_suggested_for_a_picture_that_is_too_large_works(
+    size: tuple[int, int], count: int, max_patches: int, max_tokens: int
+) -> None:
+    vision = dataclasses.replace(vision_parameters(), max_patches=max_patches)
+    chat = ChatProcessor(
+        tokenizer(), thinker_parameters(), vision=vision, audio=None, max_tokens=max_tokens,
+        decoder=InProcessDecoder(),
+    )  # fmt: skip
+
+    def prepare(size: tuple[int, int], max_pixels: int | None = None) -> int:
+        file = io.BytesIO()
+        Image.new("RGB", size).save(file, "BMP")
+        image = MediaPart(kind="image", data=file.getvalue(), where="m", max_pixels=max_pixels)
+        return chat.prepare([user(*([image] * count), TextPart(text="What is this? " * 9))]).tokens.num_tokens
+
+    with pytest.raises(RequestError) as caught:
+        prepare(size)
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("media_too_large", 413, "m")
+    found = re.search(r"at most (\d+)×(\d+) pixels, or add \"max_pixels\": (\d+)", caught.value.fix or "")
+    assert found is not None
+    width, height, max_pixels = map(int, found.groups())
+    assert 0.8 < (width / height) / (size[0] / size[1]) < 1.25
+    assert prepare((width, height)) == prepare(size, max_pixels) <= max_tokens - 1
+    room = min(max_patches * count, 4 * (max_tokens - 150))
+    assert width * height * count > 0.7 * room * 16 * 16, "not much smaller than what fits"
+
+
 def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> MediaPart:
     return MediaPart(kind=kind, data=b"", where=where)
 
@@ -439,7 +472,9 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
         ],
         video=params,
     )
-    left, expected = 50_000_000, []
+    expected: list[tuple[MediaTask, bytes]] = []
+    left, tokens = 50_000_000, tasks[0][0].max_tokens
+    assert tokens is not None and 3900 < tokens < 4000 - 3 * 3, "not those of the texts and around the media"
     for where, kind in (("a", "image"), ("b", "audio"), ("c", "image")):
         task = MediaTask(
             kind=kind,  # type: ignore[arg-type]
@@ -448,9 +483,11 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
             audio=audio_parameters() if kind == "audio" else None,
             video=params,
             max_bytes=left,
-            max_tokens=4000,
+            max_tokens=tokens,
+            num_media=3 - len(expected),
         )
         expected.append((task, data[where]))
         found = run_task(task, data[where])
         left -= found.mel.nbytes if isinstance(found, AudioFeatures) else found.patches.nbytes
+        tokens -= found.num_tokens if isinstance(found, AudioFeatures) else found.num_tokens(2)
     assert tasks == expected
