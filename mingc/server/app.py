@@ -122,7 +122,10 @@ def _cors(options: ServeOptions) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=options.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # clients add headers of their own, such as the x-stainless-… ones of OpenAI's; an origin that may call may
+            # send any
+            allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["x-request-id", "retry-after"],
         )
     ]
