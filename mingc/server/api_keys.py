@@ -33,11 +33,18 @@ class ApiKeys:
             environment: where MINGC_API_KEYS may hold keys, separated by commas; None: this process's.
 
         Raises:
-            ConfigError: if the file cannot be read or holds no key.
+            ConfigError: if the file cannot be read or holds no key; without a file, if the variable is set and holds no
+                key.
         """
         self._file = file
-        value = (os.environ if environment is None else environment).get(VARIABLE, "")
-        self._fixed = _digests(value.split(","))
+        value = (os.environ if environment is None else environment).get(VARIABLE)
+        self._fixed = _digests((value or "").replace("\n", ",").split(","))
+        if file is None and value is not None and not self._fixed:
+            raise ConfigError(
+                f"{VARIABLE} is set and holds no key, which would let everyone in",
+                where=VARIABLE,
+                fix="put keys into it, or unset it to serve without keys",
+            )
         self._checked_at = time.monotonic()
         self._version: tuple[int, int, int] | None = None
         self._from_file: tuple[bytes, ...] = ()
@@ -80,8 +87,8 @@ class ApiKeys:
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if version == self._version:
             return False
-        lines = file.read_text(encoding="utf-8").splitlines()
-        keys = _digests(line for line in lines if not line.startswith("#"))
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin with a mark
+        keys = _digests(line for line in lines if not line.strip().startswith("#"))
         if not keys:
             raise ValueError("the file holds no key")
         self._from_file, self._version = keys, version

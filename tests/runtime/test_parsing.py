@@ -596,6 +596,20 @@ def test_more_media_than_any_request_needs_are_refused_before_they_are_all_read(
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("count", "says"), [(1000, None), (5000, "at most 1024 items"), (20_000, "16384 media")]
+)
+def test_many_small_pictures_are_counted_as_media(count: int, says: str | None) -> None:
+    url = "data:image/png;base64," + "QUJD" * 2500
+    raw = encode({"messages": HELLO, "images": [url.replace("/", "\\/")] * count}).replace(b"\\\\", b"\\")
+    if says is None:
+        images = parse_chat(raw, INFO, OPTIONS).messages[0].parts[:count]
+        assert {image.data for image in images if isinstance(image, MediaPart)} == {url}
+        return
+    with pytest.raises(RequestError, match=says):
+        parse_chat(raw, INFO, OPTIONS)
+
+
 @pytest.mark.parametrize("name", ["a`b", "x - at `$.model`", "a.b[0]", "k" * 1_000_000])
 def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
     with pytest.raises(RequestError, match="Unknown parameter") as caught:

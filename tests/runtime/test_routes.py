@@ -272,6 +272,15 @@ def test_bodies_of_other_types_are_refused(kind: bytes) -> None:
     assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "zstd", "br", "gzip, identity"])
+def test_compressed_bodies_are_refused_by_name(coding: str) -> None:
+    client = Client(headers=((b"content-type", b"application/json"), (b"content-encoding", coding.encode())))
+    error = refused(make_state(), client)
+    assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
+    assert f'Content-Encoding "{coding}"' in error.message
+    assert error.headers == {"Accept-Encoding": "identity"}
+
+
 def test_large_bodies_count_towards_the_budget_of_all_requests() -> None:
     """Neither two at once, nor one that grows without a length."""
     state = make_state(max_body_bytes=300_000, max_total_body_bytes=400_000)

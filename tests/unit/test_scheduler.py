@@ -372,6 +372,17 @@ def test_a_full_queue_refuses() -> None:
     assert (error.value.status, error.value.code) == (503, "queue_full")
 
 
+@pytest.mark.parametrize("max_waiting", [0, 1])
+def test_requests_that_an_idle_server_has_room_for_do_not_fill_its_queue(max_waiting: int) -> None:
+    scheduler = make_thinker(max_waiting=max_waiting, max_running=4)
+    for request in range(4 + max_waiting):
+        scheduler.add(request, prompt_tokens=4, max_tokens=4)
+    with pytest.raises(CapacityError):
+        scheduler.add(9, prompt_tokens=4, max_tokens=4)
+    scheduler.plan()
+    assert (scheduler.num_running, scheduler.num_waiting) == (4, max_waiting)
+
+
 def test_without_a_queue_a_request_that_has_room_is_taken() -> None:
     scheduler = make_thinker(max_waiting=0, max_running=1)
     scheduler.add(1, prompt_tokens=4, max_tokens=4)

@@ -186,6 +186,7 @@ class ThinkerScheduler:
         assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
         assert len(keys or ()) <= prompt_tokens // self.pool.page_size, "only full pages have keys"
         sequence = _Sequence(prompt_tokens, max_tokens, keys)
+        self._admit()  # who could run by now does not wait
         if len(self._waiting) >= self._max_waiting and (self._waiting or not self._has_room(sequence)):
             raise CapacityError(
                 f"the queue is full: {len(self._waiting)} requests are waiting",
@@ -220,6 +221,10 @@ class ThinkerScheduler:
 
     def plan(self) -> ThinkerPlan:
         """Admit the requests that fit and choose the next step. Before `commit` only admissions and reuse change."""
+        self._admit()
+        return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
+
+    def _admit(self) -> None:
         while self._waiting and self.num_running < self.max_running:
             request, sequence = next(iter(self._waiting.items()))
             num_tokens = sequence.prompt_tokens + sequence.max_tokens
@@ -229,7 +234,6 @@ class ThinkerScheduler:
             del self._waiting[request]
             self._prefilling[request] = sequence
             self._skip(sequence, num_shared)
-        return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
 
     def commit(self, plan: ThinkerPlan) -> None:
         """Record that the layer groups of `plan` ran, for prompts that have not been removed."""

@@ -298,8 +298,8 @@ class CutBody:
         return b"".join(parts)
 
 
-def cut_long_strings(raw: memoryview, num_bytes: int = LONG_BYTES) -> CutBody:
-    """Cut the strings of more than `num_bytes` out of a body. Malformed JSON stays whole from the first fault on.
+def cut_long_strings(raw: memoryview, num_bytes: int | None = None) -> CutBody:
+    """Cut the strings of more than `num_bytes` (64 KiB) out of a body. Malformed JSON stays whole from the first fault on.
 
     Raises:
         RequestError: if there are more than `MAX_STRINGS`.
@@ -314,7 +314,7 @@ def cut_long_strings(raw: memoryview, num_bytes: int = LONG_BYTES) -> CutBody:
         end = _string_end(raw, start + 1)
         if end < 0:
             break
-        if end - start > num_bytes:
+        if end - start > (num_bytes or LONG_BYTES):
             strings.append(LongString(_prefix(raw, start + 1), raw[start + 1 : end]))
             between.append(raw[copied : start + 1])
             copied = end
