@@ -169,11 +169,11 @@ def _checked(request: h11.Request) -> h11.Request:
         )
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        # §6.1: a proxy may have seen another end of the body
+        # RFC 9112 §6.1: a proxy may have seen another end of the body
         raise h11.RemoteProtocolError("send either Content-Length or, in HTTP/1.1, Transfer-Encoding")
     if (found := _ABSOLUTE.match(request.target)) is None:
         return request
-    path = request.target[found.end() :]  # §3.2.2
+    path = request.target[found.end() :]  # RFC 9112 §3.2.2
     if not path.startswith(b"/"):
         path = b"*" if request.method == b"OPTIONS" and not path else b"/" + path
     headers = [(b"host", found[1]), *((n, v) for n, v in request.headers if n != b"host")]

@@ -299,7 +299,9 @@ class CutBody:
 
 
 def cut_long_strings(raw: memoryview, num_bytes: int | None = None) -> CutBody:
-    """Cut the strings of more than `num_bytes` (64 KiB) out of a body. Malformed JSON stays whole from the first fault on.
+    """Cut the strings of more than `num_bytes` out of a body; None: 64 KiB.
+
+    Malformed JSON stays whole from the first fault on.
 
     Raises:
         RequestError: if there are more than `MAX_STRINGS`.
