@@ -326,7 +326,7 @@ def test_a_slow_reader_gets_all_its_audio(monkeypatch: pytest.MonkeyPatch) -> No
         (speech_request("***"), "nothing to speak"),
         (speech_request("Hello", instructions="{broken"), "JSON"),
         (chat("Hello", SpeechParams(instructions="{broken")), "JSON"),
-        (replace(chat("x"), messages=()), "no user message"),
+        (replace(chat("x"), messages=()), "no message"),
     ],
 )
 def test_bad_requests_are_refused_before_the_first_event(
