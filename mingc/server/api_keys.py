@@ -118,18 +118,21 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys.is_required and scope["path"] not in self._open_paths:
             try:
-                self._check(Headers(scope=scope).get("authorization", ""))
+                key = self._check(Headers(scope=scope).get("authorization", ""))
             except RequestError as error:
                 await self._answer(Request(scope), error)(scope, receive, send)
                 return
+            scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
 
-    def _check(self, header: str) -> None:
+    def _check(self, header: str) -> bytes:
+        """The hash of the key. Raises: RequestError (401)."""
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _Unauthorized("You did not provide an API key: send 'Authorization: Bearer KEY'.")
         if not self._keys.accepts(key):
             raise _Unauthorized("Incorrect API key provided.")
+        return _digests([key])[0]
 
 
 class _Unauthorized(RequestError):

@@ -72,6 +72,20 @@ class ServeOptions:
     max_instructions_characters: int = option(
         1000, least=1, most=10**6, help="Longest `instructions` of a speech request."
     )
+    key_max_requests: int | None = option(
+        None, "--key-max-requests", least=1, group=_LIMITS, shown_default="no limit",
+        help="Requests that each API key may have in flight before a 429.",
+    )  # fmt: skip
+    key_max_tokens: int | None = option(
+        None, "--key-max-tokens", least=1, group=_LIMITS, shown_default="no limit",
+        help="Tokens of the chats that each API key may have in flight: `max_tokens`, and one for 4 bytes of text in "
+        "the prompt.",
+    )  # fmt: skip
+    key_max_audio_seconds: int | None = option(
+        None, "--key-max-audio-seconds", least=1, group=_LIMITS, shown_default="no limit",
+        help="Speech that each API key may have in flight, at 0.08 s for a byte of text; a token of `max_tokens` "
+        "counts as 4 bytes.",
+    )  # fmt: skip
     header_timeout_s: float = option(
         10.0, "--header-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group=_TIMES,
         help="Time for the headers of a request, from the connection or the end of the previous response.",
@@ -119,7 +133,7 @@ class ServeOptions:
         help="Time to fetch one media URL, redirects included.",
     )  # fmt: skip
     retry_after_s: int = option(
-        1, unit=SECONDS, least=0, most=MOST_SECONDS, help="`Retry-After` header of a 503."
+        1, unit=SECONDS, least=0, most=MOST_SECONDS, help="`Retry-After` header of a 429 or 503."
     )
     drain_s: float = option(
         2.0, "--drain-seconds", unit=SECONDS, least=0, most=MOST_SECONDS, group=_END,

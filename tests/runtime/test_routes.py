@@ -7,6 +7,7 @@ import json
 import os
 import random
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from mingc.server.http.routes import (
     handle_speech,
 )
 from mingc.server.http.streaming import ResponseWriter
+from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
@@ -453,7 +455,7 @@ def test_a_body_is_freed_while_its_request_is_answered() -> None:
     memory = np.frombuffer(bytearray(b'{"a": 1}'), np.uint8)
     is_held = weakref.ref(memory)
     with BodyBudget(1 << 20, Metrics()).charge() as charge:
-        body = RequestBody(charge=charge, raw=memory.data)
+        body = RequestBody(charge=charge, key=KeyUse({}, Counter(), Counter()), raw=memory.data)
         del memory
         taken = body.take()
         assert taken == b'{"a": 1}'
