@@ -298,15 +298,79 @@ def held_pages(scheduler: ThinkerScheduler, *requests: int) -> list[int]:
 
 
 def test_the_pages_of_a_request_grow_with_its_answer() -> None:
-    """Rows of 6 + 8 tokens in pages of 4: the first decode step writes row 6, the last one row 12."""
+    """In pages of 4, the first decode step writes row 5, the last one 11; the step after it may be planned, too."""
     scheduler = make_thinker()
-    scheduler.add(1, prompt_tokens=6, max_tokens=8)
+    scheduler.add(1, prompt_tokens=5, max_tokens=8)
     pages = []
-    for _ in range(8):
+    for _ in range(9):
         plan = scheduler.plan()
         pages += held_pages(scheduler, 1)
         scheduler.commit(plan)
-    assert pages == [2, 2, 2, 3, 3, 3, 3, 4]
+    assert pages == [2, 2, 2, 2, 3, 3, 3, 3, 3]
+
+
+def test_pages_that_a_chunk_still_writes_are_given_to_nobody() -> None:
+    """Of two prompts that share a chunk, one is removed after a layer group; the others run with its page table."""
+    scheduler = make_thinker(max_prompts=2, prefill_policy=SLOW_CHUNKS)
+    scheduler.add(0, prompt_tokens=1, max_tokens=12)
+    scheduler.commit(scheduler.plan())
+    for request in (1, 2):
+        scheduler.add(request, prompt_tokens=4, max_tokens=1)
+    free = []
+    for step in range(4):
+        plan = scheduler.plan()
+        assert plan.prefill is None or plan.prefill.first_group == (0, 2)[step]
+        scheduler.commit(plan)
+        if step == 0:
+            scheduler.remove(1)
+        free.append(scheduler.pool.num_free)
+    assert free == [13, 14, 14, 13], "one page of 0 and of 2, one of 1 for a step; 0 begins its second"
+    scheduler.check()
+
+
+def test_a_chunk_begins_again_when_its_prompt_was_preempted() -> None:
+    policy = ChunkedPrefillPolicy(
+        num_layer_groups=12, latency_model=StepLatencyModel(chunks=((9, 90.0),), decodes=((4, 1.0),))
+    )
+    scheduler = make_thinker(num_pages=5, prefill_policy=policy)
+    scheduler.add(0, prompt_tokens=3, max_tokens=11)
+    for _ in range(2):
+        scheduler.commit(scheduler.plan())
+    scheduler.add(1, prompt_tokens=4, max_tokens=1)
+    groups, preempted = [], []
+    for step in range(2, 16):
+        if step == 11:
+            scheduler.remove(0)
+        plan = scheduler.plan()
+        groups += [] if plan.prefill is None else [(plan.prefill.first_group, plan.prefill.end_group)]
+        preempted += [(step, each) for each in plan.preempted]
+        scheduler.commit(plan)
+        scheduler.check()
+    assert preempted == [(10, 1)], "row 12 of 0 begins its fourth page, the last one"
+    assert groups == [*((group, group + 1) for group in range(8)), (0, 12)]
+
+
+def test_no_request_is_preempted_and_admitted_at_once() -> None:
+    """Its last token may not be known yet. Here, pages of the second preempted request would hold the first one."""
+    requests = [(11, 24), (3, 17), (9, 9), (7, 24), (10, 18), (4, 8)]
+    scheduler = make_thinker(num_pages=18, max_prompts=4, max_running=6, chunk=32)
+    left = {}
+    for request, (prompt, answer) in enumerate(requests):
+        scheduler.add(request, prompt_tokens=prompt, max_tokens=answer)
+        left[request] = answer
+    num_together = 0
+    while left:
+        plan = scheduler.plan()
+        num_together = max(num_together, len(plan.preempted))
+        assert not any(held_pages(scheduler, *plan.preempted))
+        scheduler.commit(plan)
+        ended = () if plan.prefill is None else [each.request for each in plan.prefill.ended]
+        for request in (*plan.decode, *ended):
+            left[request] -= 1
+            if not left[request]:
+                scheduler.remove(request)
+                del left[request]
+    assert num_together == 2
 
 
 def test_the_youngest_request_is_preempted_and_continues_behind_its_last_token() -> None:
@@ -770,6 +834,7 @@ def test_every_answer_finds_its_own_tokens_and_ends(
         plan = scheduler.plan()
         scheduler.check()
         if plan.preempted:
+            assert not any(held_pages(scheduler, *plan.preempted)), "its last token may not be known yet"
             survivors = running - {*plan.preempted}
             order = {each: place for place, each in enumerate(overtakers)}  # of arrival
             assert max(order[each] for each in survivors) < min(order[each] for each in plan.preempted)
