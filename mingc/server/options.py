@@ -73,16 +73,16 @@ class ServeOptions:
         1000, least=1, most=10**6, help="Longest `instructions` of a speech request."
     )
     key_max_requests: int | None = option(
-        None, "--key-max-requests", least=1, group=_LIMITS, shown_default="no limit",
+        None, "--key-max-requests", least=1, most=10**6, group=_LIMITS, shown_default="no limit",
         help="Requests that each API key may have in flight before a 429.",
     )  # fmt: skip
     key_max_tokens: int | None = option(
-        None, "--key-max-tokens", least=1, group=_LIMITS, shown_default="no limit",
+        None, "--key-max-tokens", least=1, most=10**9, group=_LIMITS, shown_default="no limit",
         help="Tokens of the chats that each API key may have in flight: `max_tokens`, and one for 4 bytes of text in "
         "the prompt.",
     )  # fmt: skip
     key_max_audio_seconds: int | None = option(
-        None, "--key-max-audio-seconds", least=1, group=_LIMITS, shown_default="no limit",
+        None, "--key-max-audio-seconds", least=1, most=10**9, group=_LIMITS, shown_default="no limit",
         help="Speech that each API key may have in flight, at 0.08 s for a byte of text; a token of `max_tokens` "
         "counts as 4 bytes.",
     )  # fmt: skip

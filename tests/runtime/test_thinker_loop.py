@@ -595,7 +595,8 @@ def test_preempted_answers_go_on_as_if_they_had_never_stopped(way: str, is_cache
         "two batches": {"is_static": True, "two_batch_overlap": True},
         "layer groups": {"is_static": True, "max_prompts": 4, "prefill_policy": slow_chunks()},
     }[way]
-    stage = make_thinker_stage(max_prompts=options.get("max_prompts", 1), num_layers=5)
+    num_layers = 5 if way == "layer groups" else 1
+    stage = make_thinker_stage(max_prompts=options.get("max_prompts", 1), num_layers=num_layers)
     if is_cached:
         options["prefix_salt"] = b"model"
     rules: list[dict[str, Any]] = [
