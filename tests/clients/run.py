@@ -11,6 +11,7 @@ import argparse
 import base64
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -33,6 +34,9 @@ CLIENTS = {
     "browser.mjs": ["openai", "playwright-core"],
 }
 _KEY = "key-of-the-client-tests"
+_OUTSIDE = {
+    name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+}  # a client sees no mingc
 
 
 def main() -> None:
@@ -70,7 +74,7 @@ def main() -> None:
             if name == "browser.mjs":
                 inputs = json.dumps({**json.loads(inputs), "page_port": page_port})
             done = subprocess.run(
-                command, input=inputs, text=True, capture_output=True, timeout=300, check=False
+                command, input=inputs, text=True, capture_output=True, timeout=300, check=False, env=_OUTSIDE
             )
             print(f"{'passed' if done.returncode == 0 else 'FAILED'}  {name}", flush=True)
             if done.returncode:
@@ -87,7 +91,7 @@ def _environment(folder: Path, name: str) -> list[str]:
         python = home / "bin" / "python"
         if not (home / "ready").exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-qqq", *CLIENTS[name]], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-qqq", *CLIENTS[name]], check=True, env=_OUTSIDE)
             (home / "ready").touch()
         return [str(python), str(HERE / name)]
     if not (home / "ready").exists():
