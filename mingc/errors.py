@@ -162,6 +162,11 @@ class RankError(WorkerError):
     status = 503  # the request is valid: another server may answer it
 
 
+def described(error: BaseException) -> str:
+    """The kind of an error of a library and what it says, which may be nothing."""
+    return f"{type(error).__name__}: {error}".strip(": \n")
+
+
 def unexpected(error: Exception, words: Sequence[str]) -> MingcError:
     """Describe an unforeseen error of the command `mingc WORDS`: a fault of the environment, or else a bug."""
     where = " ".join(["mingc", *words])

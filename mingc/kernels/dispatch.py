@@ -12,7 +12,9 @@ from mingc.artifacts.target import KernelFamily
 from mingc.host.machine import gpu_target
 
 _is_plain = False
-_MIN_HEAD_SIZE = 32  # tensor cores take at least 16 dims, and rotary embedding works on halves of a head
+# Tensor cores take at least 16 dims, and rotary embedding works on halves of a head. The blocks of larger heads do not
+# fit into registers and shared memory.
+_HEAD_SIZES = (32, 64, 128)
 
 
 def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
@@ -22,7 +24,7 @@ def use_triton(tensor: Tensor, head_size: int | None = None) -> bool:
     """
     if _is_plain or not tensor.is_cuda or tensor.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if head_size is not None and (head_size < _MIN_HEAD_SIZE or head_size & (head_size - 1) != 0):
+    if head_size is not None and head_size not in _HEAD_SIZES:
         return False
     return _has_kernels(tensor.device.index, "triton")
 

@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
+_MAX_WIDTH = 16_384  # the kernel keeps a row in registers
+
 
 def add_layer_norm(
     x: Tensor, update: Tensor, weight: Tensor, bias: Tensor, eps: float
@@ -15,7 +17,7 @@ def add_layer_norm(
 
     The sum is rounded before it is normalized, as by two separate operations.
     """
-    if use_triton(x):
+    if use_triton(x) and x.shape[-1] <= _MAX_WIDTH:
         from mingc.kernels.triton import layer_norm as gpu
 
         total, normed = gpu.add_layer_norm(x.contiguous(), update.contiguous(), weight, bias, eps)

@@ -19,7 +19,7 @@ from mingc.kernels.rms_norm import rms_norm
 Activation = Literal["none", "gelu", "swiglu"]
 # With more rows the vendor's GEMMs gain more than fusion saves (benchmarks/NOTES.md).
 _MAX_FUSED_ROWS = 32
-_FP8_MULTIPLE = 16  # torch._scaled_mm needs multiples of this for n and k
+_TILE = 16  # n and k must be multiples of this: tensor cores take no smaller tile, nor does torch._scaled_mm
 
 
 class ResidualState(NamedTuple):
@@ -56,10 +56,22 @@ def begin_residual(x: Tensor, norm: Tensor, eps: float) -> ResidualState:
         return ResidualState(x, rms_norm(x, norm, eps), None, None)
     if x.numel() == x.shape[-1]:
         return ResidualState(x, x, None, None, norm)
+    if x.shape[-1] % _TILE:
+        return ResidualState(x, rms_norm(x, norm, eps), None, None)
     from mingc.kernels.triton.linear import NUM_COUNTERS
 
+    return _with_squares(x, norm, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
+
+
+def _with_squares(x: Tensor, norm: Tensor, counters: Tensor) -> ResidualState:
     squares = x.reshape(-1, x.shape[-1]).float().square().sum(-1, keepdim=True)
-    return ResidualState(x, x * norm, squares, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x.device))
+    return ResidualState(x, x * norm, squares, counters)
+
+
+def _has_gemm(weight: Tensor, activation: Activation = "none") -> bool:
+    """Whether the GEMM for few rows takes `weight`; the GEMV for one row takes every size."""
+    n = weight.shape[0] // (2 if activation == "swiglu" else 1)
+    return n % _TILE == 0 and weight.shape[1] % _TILE == 0
 
 
 def final_norm(state: ResidualState, eps: float) -> Tensor:
@@ -91,14 +103,14 @@ def normed_linear(
         return _fused_norm_gemv(
             state.values, weight, weight_scale, bias, norm=state.norm, eps=eps, activation=activation
         )
-    if state.squares is not None:
+    if state.squares is not None and _has_gemm(weight, activation):
         from mingc.kernels.triton import linear as gpu
 
         kind = gpu.ACTIVATIONS[activation]
         flat = state.normed.reshape(-1, state.normed.shape[-1]).contiguous()
         out: Tensor = gpu.normed_linear(flat, state.squares, weight, weight_scale, bias, eps, kind)
         return out.view(*state.normed.shape[:-1], out.shape[-1])
-    out = linear(state.normed, weight, bias, weight_scale)
+    out = linear(final_norm(state, eps), weight, bias, weight_scale)
     if activation == "gelu":
         return F.gelu(out, approximate="tanh")
     if activation == "swiglu":
@@ -120,7 +132,7 @@ def add_linear(
     if state.norm is not None:
         values = _fused_norm_gemv(x, weight, weight_scale, bias, residual=state.values)
         return ResidualState(values, values, None, None, norm)
-    if state.squares is not None and state.counters is not None:
+    if state.squares is not None and state.counters is not None and _has_gemm(weight):
         from mingc.kernels.triton import linear as gpu
 
         shape = state.values.shape
@@ -130,6 +142,8 @@ def add_linear(
         )
         return ResidualState(values.view(shape), normed.view(shape), squares, state.counters)
     values = state.values + linear(x, weight, bias, weight_scale)
+    if state.counters is not None:
+        return _with_squares(values, norm, state.counters)
     return ResidualState(values, rms_norm(values, norm, eps), None, None)
 
 
@@ -162,8 +176,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
     """
     if weight_scale is None:
         return F.linear(x, weight, bias)
-    is_whole = weight.shape[0] % _FP8_MULTIPLE == 0 and weight.shape[1] % _FP8_MULTIPLE == 0
-    if weight.dtype != FP8 or not is_whole or not use_triton(x):
+    if weight.dtype != FP8 or not _has_gemm(weight) or not use_triton(x):
         return F.linear(x, dequantize(weight, weight_scale, x.dtype), bias)
     if x.numel() // x.shape[-1] <= _MAX_FUSED_ROWS:
         from mingc.kernels.triton import linear as gpu

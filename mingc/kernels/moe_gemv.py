@@ -12,6 +12,7 @@ from torch import Tensor
 from mingc.kernels.dispatch import use_triton
 from mingc.kernels.moe_experts import ExpertWeights
 from mingc.kernels.quantized import INT4
+from mingc.kernels.router import has_topk_kernel
 
 _MAX_HIDDEN_SIZE = 8192  # a row is kept in registers
 
@@ -43,13 +44,8 @@ def has_moe_gemv(
 
 def has_gemv_kernel(hidden_size: int, num_experts: int, num_groups: int, intermediate_size: int) -> bool:
     """Whether the kernels of `moe_gemv` support these sizes."""
-    is_power = all(size & (size - 1) == 0 for size in (hidden_size, num_experts, num_groups))
-    return (
-        is_power
-        and 128 <= hidden_size <= _MAX_HIDDEN_SIZE
-        and num_experts >= 16
-        and intermediate_size % 128 == 0
-    )
+    is_row = hidden_size & (hidden_size - 1) == 0 and 128 <= hidden_size <= _MAX_HIDDEN_SIZE
+    return is_row and intermediate_size % 128 == 0 and has_topk_kernel(num_experts, num_groups)
 
 
 def moe_gemv(

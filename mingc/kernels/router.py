@@ -29,8 +29,7 @@ def route_hidden(
         gate_index: (T,) int64; without it every token uses gate 0.
     """
     num_gates, num_experts, hidden_size = weight.shape
-    is_power = num_experts & (num_experts - 1) == 0 and num_groups & (num_groups - 1) == 0
-    if use_triton(x) and is_power and num_experts >= 16 and hidden_size % 128 == 0:
+    if use_triton(x) and hidden_size % 128 == 0 and has_topk_kernel(num_experts, num_groups):
         from mingc.kernels.triton import router as gpu
 
         routed: tuple[Tensor, Tensor] = gpu.route_hidden(
@@ -53,6 +52,12 @@ def route_hidden(
         top_k=top_k,
         scale=scale,
     )
+
+
+def has_topk_kernel(num_experts: int, num_groups: int) -> bool:
+    """Whether the kernels select among these experts: powers of two, and two experts for a group's score."""
+    is_power = num_experts & (num_experts - 1) == 0 and num_groups & (num_groups - 1) == 0
+    return is_power and num_experts >= max(16, 2 * num_groups)
 
 
 def route(

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
-_MAX_RING_ROWS = 256  # the kernel keeps a ring in registers; without a window it has thousands of rows
+# The kernel keeps a ring and all new frames in registers; without a window a ring has thousands of rows.
+_MAX_RING_ROWS, _MAX_FRAMES = 256, 64
 
 
 def sliding_window_attention(
@@ -41,7 +42,8 @@ def sliding_window_attention(
 
     Returns: (B, n, Hq d) in the dtype of `qkv`.
     """
-    if use_triton(qkv, 2 * cos.shape[-1]) and k_ring.shape[1] <= _MAX_RING_ROWS:
+    is_small = qkv.shape[1] <= _MAX_FRAMES and k_ring.shape[1] <= _MAX_RING_ROWS
+    if use_triton(qkv, 2 * cos.shape[-1]) and is_small:
         from mingc.kernels.triton import sliding_window_attention as gpu
 
         seen = k_ring.shape[1] if window is None else window

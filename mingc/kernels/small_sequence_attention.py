@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import use_triton
 
+_MAX_TOKENS = 128  # the kernel keeps the scores of a whole sequence in registers
+
 
 def small_sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Attend within N sequences of T tokens, with interleaved rotary embedding.
@@ -18,7 +20,7 @@ def small_sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Returns: (N, T, H d) in the dtype of `qkv`.
     """
-    if use_triton(qkv, 2 * cos.shape[-1]):
+    if use_triton(qkv, 2 * cos.shape[-1]) and qkv.shape[1] <= _MAX_TOKENS:
         from mingc.kernels.triton import small_sequence_attention as gpu
 
         out: Tensor = gpu.small_sequence_attention(qkv.contiguous(), cos, sin)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
-from mingc.errors import CompileError
+from mingc.errors import CompileError, described
 
 OPSET = 23
 """The first with the operator Attention, which scaled dot-product attention becomes."""
@@ -262,7 +262,7 @@ def _reason(error: BaseException) -> str:
     """The innermost message of a torch.onnx error, whose own text is a page of advice."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {error}".strip()
+    return described(error)
 
 
 @contextmanager

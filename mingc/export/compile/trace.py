@@ -12,7 +12,7 @@ from torch import nn
 
 from mingc.artifacts.spec import GraphSpec
 from mingc.dtypes import torch_dtype
-from mingc.errors import CaptureError
+from mingc.errors import CaptureError, described
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
 from mingc.kernels.dispatch import plain_torch
@@ -104,7 +104,7 @@ def capture(
             return torch.export.export(entry, arguments, dynamic_shapes={"tensors": dynamic}, strict=False)
     except Exception as error:  # torch.export raises many kinds; all mean that the graph cannot be captured
         raise CaptureError(
-            f"torch.export refused the graph: {error}", where=f"{stage}.{plan.spec.name}"
+            f"torch.export refused the graph: {described(error)}", where=f"{stage}.{plan.spec.name}"
         ) from error
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mingc.artifacts.manifest import TunedKernel
-from mingc.errors import CompileError, ExportError, MingcError, WorkerError
+from mingc.errors import CompileError, ExportError, MingcError, WorkerError, described
 from mingc.export.compile.trace import share_weights
 from mingc.export.recipe import BACKEND, ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
@@ -106,5 +106,4 @@ def library_errors(problem: str, where: str) -> Iterator[None]:
     except (MingcError, OSError, torch.OutOfMemoryError, AssertionError):
         raise
     except Exception as error:  # libraries have no common base class
-        reason = f"{type(error).__name__}: {error}"
-        raise CompileError(f"{problem}: {reason}", where=where, fix=_OTHER_BACKEND) from error
+        raise CompileError(f"{problem}: {described(error)}", where=where, fix=_OTHER_BACKEND) from error
