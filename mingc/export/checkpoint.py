@@ -20,6 +20,8 @@ from mingc.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit; a larger number means a truncated or foreign file
 
 
@@ -138,23 +140,27 @@ def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) ->
     config = _read_json(root / "config.json", problems)
     if not has_tensors:
         return Part(name=name, root=root, config=config, tensors={}) if config is not None else None
+    weight_map = _read_index(root / "model.safetensors.index.json", problems)
+    files = sorted({root / file for file in weight_map.values()}) or _files_without_index(root, problems)
     tensors: dict[str, TensorEntry] = {}
-    index = root / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = (_read_json(index, problems) or {}).get("weight_map", {})
-        files = sorted({root / file for file in weight_map.values()})
-    else:
-        weight_map = None
-        files = [root / "model.safetensors"]
     for file in files:
+        shown = file.relative_to(root.parent)
         if not file.is_file():
-            problems.append(f"{file.relative_to(root.parent)}: file is missing")
+            problems.append(f"{shown}: file is missing")
             continue
         try:
-            tensors.update(dict(_read_header(file)))
+            for key, entry in _read_header(file):
+                # Of a tensor in several shards the index selects one, as the reference reads it.
+                if root / weight_map.get(key, file.name) != file:
+                    continue
+                if key in tensors:
+                    problems.append(
+                        f"{shown}: tensor {key} is in {tensors[key].file.name} too, and not in the index"
+                    )
+                tensors[key] = entry
         except CheckpointError as error:
-            problems.append(f"{file.relative_to(root.parent)}: {error.message}")
-    if weight_map is not None and not problems:
+            problems.append(f"{shown}: {error.message}")
+    if not problems:
         absent = sorted(set(weight_map) - set(tensors))
         problems.extend(
             f"{weight_map[tensor]}: tensor {tensor} of the index is not in the file" for tensor in absent
@@ -164,7 +170,57 @@ def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) ->
     return Part(name=name, root=root, config=config, tensors=tensors)
 
 
+def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
+    """File name of each tensor by the index; empty without one."""
+    if not file.is_file():
+        return {}
+    weight_map = (_read_json(file, problems) or {}).get("weight_map")
+    if (
+        isinstance(weight_map, dict)
+        and weight_map
+        and all(isinstance(each, str) for each in weight_map.values())
+    ):
+        return weight_map
+    problems.append(f"{file.name}: has no `weight_map` from tensors to files")
+    return {}
+
+
+def _files_without_index(root: Path, problems: list[str]) -> list[Path]:
+    """The only weights file of a part without an index."""
+    file, shards = root / "model.safetensors", sorted(root.glob("*.safetensors"))
+    others = [path.name for pattern in _OTHER_FORMATS for path in sorted(root.glob(pattern))]
+    if file.is_file() or (root / "model.safetensors.index.json").is_file():
+        return [file] if file.is_file() else []
+    if shards:
+        problems.append(
+            f"{root.name}: {len(shards)} shards, such as {shards[0].name}, but no model.safetensors.index.json: "
+            "copy it from the model's repository"
+        )
+        return []
+    if others:
+        problems.append(f"{root.name}: {others[0]} is not read: pass the checkpoint as safetensors")
+        return []
+    return [file]
+
+
+def lfs_problem(file: Path) -> str | None:
+    """What is wrong with a file that Git LFS has not downloaded; None for another or no file."""
+    try:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return None
+    return (
+        "is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint's folder"
+        if is_pointer
+        else None
+    )
+
+
 def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
+    if pointer := lfs_problem(file):
+        problems.append(f"{file}: {pointer}")
+        return None
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -181,6 +237,8 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
     """The tensors a safetensors file announces, after checking that their bytes are all there."""
+    if pointer := lfs_problem(file):
+        raise CheckpointError(pointer)
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -191,9 +249,15 @@ def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:
             header = json.loads(stream.read(length))
         except ValueError:
             raise CheckpointError("the safetensors header is not JSON") from None
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    try:
+        entries = {
+            key: TensorEntry(file, entry["dtype"], tuple(entry["shape"]))
+            for key, entry in header.items()
+            if key != "__metadata__"
+        }
+        end = max((header[key]["data_offsets"][1] for key in entries), default=0)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        raise CheckpointError("the safetensors header is not one of tensors") from None
     if 8 + length + end != size:
         raise CheckpointError(f"truncated: {size} bytes on disk, {8 + length + end} announced")
-    for key, entry in header.items():
-        if key != "__metadata__":
-            yield key, TensorEntry(file, entry["dtype"], tuple(entry["shape"]))
+    yield from entries.items()

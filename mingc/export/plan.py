@@ -15,6 +15,7 @@ from mingc.export.assets.voices import VoiceSource, find_voices
 from mingc.export.autotune.tuning import problems_to_tune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.coverage import check_coverage
+from mingc.export.config_fields import field_notes
 from mingc.export.preflight import check_host, check_space
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
@@ -130,7 +131,11 @@ def plan_export(recipe: ExportRecipe) -> ExportPlan:
     stages = _choose_stages(checkpoint, recipe)
     stage_graph = build_graph(stages)
     configs = {stage.name: stage.config(checkpoint) for stage in stages}
-    notes = [*checkpoint.notes, *check_coverage(checkpoint, configs, discover().values())]
+    notes = [
+        *checkpoint.notes,
+        *field_notes(checkpoint),
+        *check_coverage(checkpoint, configs, discover().values()),
+    ]
     options = stage_options(recipe)
     graphs = {
         stage.name: stage.graphs(configs[stage.name], first_shard(stage, recipe), options) for stage in stages

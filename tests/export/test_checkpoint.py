@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file as save_torch
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import open_checkpoint, open_configs
@@ -79,6 +81,32 @@ def list_config(root: Path) -> None:
     (root / "talker" / "config.json").write_text("[]", encoding="utf-8")
 
 
+def point(root: Path) -> None:
+    vae_file(root).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+
+
+def point_config(root: Path) -> None:
+    (root / "talker" / "config.json").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+    )
+
+
+def lose_index(root: Path) -> None:
+    (root / _INDEX).unlink()
+
+
+def empty_index(root: Path) -> None:
+    (root / _INDEX).write_text('{"metadata": {}}', encoding="utf-8")
+
+
+def rename_format(root: Path) -> None:
+    vae_file(root).rename(root / _VAE / "pytorch_model.bin")
+
+
+def list_header(root: Path) -> None:
+    vae_file(root).write_bytes((2).to_bytes(8, "little") + b"[]")
+
+
 def lose_config(root: Path) -> None:
     (root / "config.json").unlink()
 
@@ -95,6 +123,15 @@ def lose_config(root: Path) -> None:
         (spoil_config, "not readable as JSON"),
         (list_config, "holds list, expected a JSON object"),
         (lose_config, "config.json: file is missing"),
+        (point, "is a Git LFS pointer, not the file: run `git lfs pull`"),
+        (point_config, "is a Git LFS pointer, not the file: run `git lfs pull`"),
+        (
+            lose_index,
+            "3 shards, such as model-00001-of-00003.safetensors, but no model.safetensors.index.json",
+        ),
+        (empty_index, "has no `weight_map`"),
+        (rename_format, "pytorch_model.bin is not read: pass the checkpoint as safetensors"),
+        (list_header, "header is not one of tensors"),
     ],
 )
 def test_a_broken_file_is_found_when_opened(change: Callable[[Path], None], says: str, root: Path) -> None:
@@ -208,3 +245,19 @@ def test_a_shard_is_opened_once_until_it_is_closed(root: Path, monkeypatch: pyte
     assert opened == [vae_file(root)]
     vae.close()
     assert torch.equal(vae.read(first), kept) and opened == [vae_file(root)] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_the_index_selects_the_shard_of_a_tensor(root: Path, holder: int) -> None:
+    shards = sorted(root.glob("model-*.safetensors"))[:2]
+    for number, shard in enumerate(shards):
+        tensors = torch_file(shard)
+        save_torch({**tensors, "twice": torch.full((2,), float(number))}, shard)
+    with pytest.raises(
+        CheckpointError, match=f"tensor twice is in {shards[0].name} too, and not in the index"
+    ):
+        open_checkpoint(root)
+    index = json.loads((root / _INDEX).read_text(encoding="utf-8"))
+    index["weight_map"]["twice"] = shards[holder].name
+    (root / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+    assert open_checkpoint(root).main.read("twice").tolist() == [holder, holder]

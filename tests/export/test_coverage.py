@@ -59,3 +59,22 @@ def test_all_problems_come_in_one_error(checkpoint: Checkpoint) -> None:
     message = caught.value.message
     assert message.startswith("3 tensor(s) do not match")
     assert all(word in message for word in (f"missing: main: {name}", "main: adapter", "main: other"))
+
+
+def test_notes_are_on_stages_that_are_exported(checkpoint: Checkpoint) -> None:
+    notes = check(checkpoint, "thinker")
+    assert notes == [] and any(note.startswith("vision_encoder") for note in check(checkpoint))
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_a_quantized_checkpoint_is_refused_as_such(has_scales: bool, checkpoint: Checkpoint) -> None:
+    name = "model.lm_head.weight"
+    entry = checkpoint.main.tensors[name]
+    tensors = {**checkpoint.main.tensors, name: replace(entry, dtype="F8_E4M3")}
+    if has_scales:
+        tensors[f"{name}_scale"] = TensorEntry(file=entry.file, dtype="F32", shape=(576,))
+    quantized = replace(checkpoint, main=replace(checkpoint.main, tensors=tensors))
+    says = r"F8_E4M3, with 1 scales such as model\.lm_head" if has_scales else "F8_E4M3, without scales"
+    with pytest.raises(CheckpointError, match=says) as caught:
+        check(quantized)
+    assert "--quantize fp8" in str(caught.value.fix)

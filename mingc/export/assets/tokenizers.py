@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from mingc.errors import CheckpointError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
-from mingc.export.checkpoint import Checkpoint
+from mingc.export.checkpoint import Checkpoint, lfs_problem
 from mingc.export.stage import Stage
 
 
@@ -63,5 +63,5 @@ def _read_tokenizer(file: Path) -> str:
         text = file.read_text(encoding="utf-8")
         Tokenizer.from_str(text)
     except Exception as error:  # the library raises no narrower type
-        raise CheckpointError(f"not a tokenizer: {error}", where=str(file)) from error
+        raise CheckpointError(f"not a tokenizer: {lfs_problem(file) or error}", where=str(file)) from error
     return text

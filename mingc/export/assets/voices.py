@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.errors import CheckpointError, ConfigError
-from mingc.export.checkpoint import Checkpoint
+from mingc.export.checkpoint import Checkpoint, lfs_problem
 from mingc.export.stage import Stage, StageOptions
 from mingc.export.weights.loading import float32_module
 from mingc.media.dsp.fbank import kaldi_fbank
@@ -168,7 +168,9 @@ class VoiceMaker:
             embedding = np.asarray(session.run(None, given)[0], np.float32)
         except Exception as error:  # its errors share no narrower class
             raise CheckpointError(
-                f"{SPEAKER_NETWORK} cannot be run: {error}", where=str(path), fix="download it again"
+                f"{SPEAKER_NETWORK} cannot be run: {lfs_problem(path) or error}",
+                where=str(path),
+                fix="download it again",
             ) from error
         result: NDArray[np.float32] = embedding.reshape(1, -1)
         if result.shape[1] != self._cfm_parameters.speaker_dim:
@@ -191,7 +193,9 @@ def _read_wave(path: Path) -> tuple[NDArray[np.float32], int]:
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.SoundFileError as error:
-        raise CheckpointError(f"the voice's wave cannot be read: {error}", where=str(path)) from error
+        raise CheckpointError(
+            f"the voice's wave cannot be read: {lfs_problem(path) or error}", where=str(path)
+        ) from error
     problem = ""
     if len(samples) < _SHORTEST_S * rate:
         problem = f"{len(samples)} samples"

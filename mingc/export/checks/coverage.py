@@ -7,9 +7,11 @@ from typing import Any
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.stage import Shard, Stage
-from mingc.export.weights.loading import check_weights
+from mingc.export.stage import Shard, Stage, WeightSource
+from mingc.export.weights.loading import check_weights, part_of
 
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_SCALES = ("_scale", "_scale_inv", "_scales", ".scales", "_zero_point", ".qzeros", ".g_idx", "_absmax")
 _MAX_LISTED = 40  # problems in an error; the rest is counted
 
 
@@ -20,7 +22,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
         configs: the config of each stage to be exported, by name.
         known: every stage that may use a tensor.
 
-    Returns: notes on tensors that stages ignore.
+    Returns: notes on tensors that these stages ignore.
 
     Raises: CheckpointError that lists all missing, misshaped and unknown tensors.
     """
@@ -36,6 +38,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
         for source in sources:
             used[source.part].update(source.tensors)
         if stage.name in configs:
+            _refuse_quantized(checkpoint, sources)
             problems.extend(check_weights(checkpoint, sources))
         ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
     counts: dict[tuple[str, str, str], int] = {}
@@ -52,6 +55,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
     notes.extend(
         f"{stage}: {count} tensor(s) {prefix}* not used: {why}"
         for (stage, prefix, why), count in counts.items()
+        if stage in configs
     )
     problems = sorted(set(problems))
     if problems:
@@ -63,3 +67,24 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
             fix="check that config.json and the shards belong together and were downloaded completely",
         )
     return notes
+
+
+def _refuse_quantized(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
+    """Raises: CheckpointError when a tensor that is used has no floating-point dtype of 16 bits or more."""
+    for source in sources:
+        part = part_of(checkpoint, source.part)
+        for name in source.tensors if part is not None else ():
+            entry = part.tensors.get(name)
+            if entry is None or entry.dtype in _FLOATS:
+                continue
+            scales = [each for each in part.tensors if each.endswith(_SCALES)]
+            found = (
+                f"with {len(scales)} scales such as {scales[0]}"
+                if scales
+                else "without scales, which are lost"
+            )
+            raise CheckpointError(
+                f"a quantized checkpoint is not read: {name} is stored as {entry.dtype}, {found}",
+                where=str(entry.file),
+                fix="pass the checkpoint in bfloat16; --quantize fp8 stores weights in FP8",
+            )

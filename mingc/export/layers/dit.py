@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
+from mingc.export.config_fields import DIT, check_fields
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import WeightSource
 from mingc.kernels.dit_batch1 import BlockWeights, TransformerWeights
@@ -47,9 +48,7 @@ def read_dit_config(raw: dict[str, Any], where: str, *, num_tokens: int, out_siz
     missing = [key for key in ("depth", "hidden_size", "num_heads", "in_channels") if key not in raw]
     if missing:
         raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
-    for key in ("qk_norm", "pe_attn_head"):
-        if raw.get(key) is not None:
-            raise CheckpointError(f"{key} {raw[key]!r} is not supported, only null", where=where)
+    check_fields(raw, DIT, where)
     hidden, heads = int(raw["hidden_size"]), int(raw["num_heads"])
     if hidden % heads or (hidden // heads) % 2:
         raise CheckpointError(f"width {hidden} does not divide into {heads} heads of even size", where=where)

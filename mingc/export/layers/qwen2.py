@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
+from mingc.export.config_fields import QWEN2, check_fields
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import Quantizable, WeightSource
 from mingc.kernels.linear import ResidualState, add_linear, begin_residual, final_norm, normed_linear
@@ -64,8 +65,7 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
     if missing:
         raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
     assert theta is not None, "its absence is reported above"
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'", where=where)
+    check_fields(raw, QWEN2, where)
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise CheckpointError(f"rope scaling {rope} is not supported, only plain rope", where=where)
     heads = int(raw["num_attention_heads"])

@@ -22,6 +22,7 @@ from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.config_fields import AUDIO, ROOT, check_fields
 from mingc.export.layers.residual import add_norm
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.weights.mapping import layer_norm, linear, stored
@@ -236,6 +237,8 @@ class AudioEncoderStage(Stage):
         part = checkpoint.main
         where = str(part.root / "config.json")
         audio, whisper = ("audio_config",), ("audio_config", "whisper_encoder_config")
+        check_fields(part.config, ROOT, where)
+        check_fields(part.require(*audio), AUDIO, f"{where}: audio_config")
         width, num_heads = part.require("n_state", *whisper), part.require("n_head", *whisper)
         if width % num_heads:
             raise CheckpointError(f"n_state {width} is not a multiple of n_head {num_heads}", where=where)

@@ -17,6 +17,7 @@ from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.dtypes import dtype_name, torch_dtype
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.config_fields import VAE, check_fields
 from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS
 from mingc.export.layers.vae_decoder import VaeDecoder, VaeDecoderConfig, vae_decoder_weights
@@ -74,6 +75,7 @@ class AudioVaeStage(Stage):
         if part is None or talker is None:
             raise CheckpointError("the checkpoint has no talker/vae/ folder", where=str(checkpoint.root))
         where = str(part.root / "config.json")
+        check_fields(part.config, VAE, where)
         frames_per_latent = int(part.require("patch_size"))
         patch = int(talker.require("patch_size"))
         hop, encoder_hop = (

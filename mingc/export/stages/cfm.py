@@ -21,6 +21,7 @@ from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.config_fields import TALKER, check_fields
 from mingc.export.layers.dit import DitConfig, LatentTransformer, latent_transformer_weights, read_dit_config
 from mingc.export.layers.flow_times import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
@@ -182,6 +183,7 @@ class CfmStage(Stage):
         if part is None:
             raise CheckpointError("the checkpoint has no talker/ folder", where=str(checkpoint.root))
         where = str(part.root / "config.json")
+        check_fields(part.config, TALKER, where)
         patch, history = int(part.require("patch_size")), int(part.require("history_patch_size"))
         steps = int(part.require("steps"))
         if min(patch, history, steps) < 1:
@@ -190,6 +192,12 @@ class CfmStage(Stage):
                 where=where,
             )
         hidden = read_llm_config(checkpoint).hidden_size
+        condition = part.require("flowmodel").get("llm_cond_dim")
+        if condition not in (None, hidden):
+            raise CheckpointError(
+                f"flowmodel.llm_cond_dim is {condition}, but the speech LLM's hidden_size is {hidden}",
+                where=where,
+            )
         speaker = part.tensors.get("spk_head.weight")
         if speaker is None or len(speaker.shape) != 2:
             raise CheckpointError(

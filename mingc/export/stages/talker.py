@@ -22,6 +22,7 @@ from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.assets.voices import find_voices
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.config_fields import TALKER, check_fields
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
@@ -124,6 +125,7 @@ class TalkerStage(Stage):
         embedding = part.tensors.get("model.embed_tokens.weight")
         if embedding is None:
             raise CheckpointError("tensor model.embed_tokens.weight is missing", where=f"talker: {part.root}")
+        check_fields(part.config, TALKER, str(part.root / "config.json"))
         return TalkerConfig(
             llm=llm,
             vocab_size=embedding.shape[0],

@@ -19,6 +19,7 @@ from mingc.artifacts.stage_graph import CLIENT, Edge
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.quantization_error import decoder_quantization_error
+from mingc.export.config_fields import LLM, ROOT, check_fields
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder, DecoderConfig
 from mingc.export.layers.decoder_graphs import thinker_graphs
 from mingc.export.layers.decoder_weights import decoder_weights
@@ -35,6 +36,7 @@ from mingc.export.stage import (
 )
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
 
+_HEAD = "model.lm_head.weight"
 _DEFAULT_SYSTEM_TEXT = "你是一个友好的AI助手。"
 _THINKING_SUFFIX = "\n\ndetailed thinking {state}"
 _TEMPORAL_POSITION_SCALE = 2
@@ -78,8 +80,9 @@ class ThinkerStage(Stage):
         return "model.model.word_embeddings.weight" in checkpoint.main.tensors
 
     def config(self, checkpoint: Checkpoint) -> ThinkerConfig:
+        check_fields(checkpoint.main.config, ROOT, str(checkpoint.main.root / "config.json"))
         get = _Reader(checkpoint)
-        get.check_supported()
+        get.check_fields()
         hidden_size, num_heads = get.integer("hidden_size"), get.integer("num_attention_heads")
         head_dim = get.integer("head_dim", hidden_size // num_heads)
         expert_intermediate_size = get.integer("moe_intermediate_size")
@@ -113,7 +116,7 @@ class ThinkerStage(Stage):
         stops = (get.integer("eos_token_id"), get.integer("pad_token_id", get.integer("eos_token_id")))
         return ThinkerConfig(
             decoder=decoder,
-            is_tied=bool(get.value("tie_word_embeddings", False)),
+            is_tied=get.is_tied(),
             max_positions=get.integer("max_position_embeddings"),
             stop_token_ids=tuple(dict.fromkeys(stops)),
             token_ids=get.token_ids(),
@@ -200,19 +203,30 @@ class _Reader:
             raise self.error(f"{key} is {found!r}, expected a number")
         return float(found)
 
-    def check_supported(self) -> None:
+    def check_fields(self) -> None:
         """Check the settings that would change the maths. Raises: CheckpointError that lists all unsupported ones."""
-        expected = {"hidden_act": "silu", "use_bias": False, "use_qkv_bias": False, "use_qk_norm": True}
-        wrong = {
-            key: self.value(key, want) for key, want in expected.items() if self.value(key, want) != want
-        }
-        scaling = self.value("rope_scaling", {"type": "video_rope"})
-        kind = scaling.get("type", scaling.get("rope_type")) if isinstance(scaling, dict) else scaling
-        if kind != "video_rope":
-            wrong["rope_scaling.type"] = kind
-        if wrong:
-            listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-            raise self.error(f"not supported by the thinker: {listed}")
+        section = self._part.require("llm_config")
+        if not isinstance(section, dict):
+            raise self.error(f"is {type(section).__name__}, expected an object")
+        check_fields(section, LLM, f"{self._part.root / 'config.json'}: llm_config")
+        scaling = self.value("rope_scaling", {})
+        if not {"type", "rope_type"} & {*scaling} and scaling:
+            raise self.error(f"rope_scaling {scaling} has no type")
+
+    def is_tied(self) -> bool:
+        """Whether the head is the word embedding. Raises: CheckpointError when the tensors say otherwise."""
+        found, tensors = self.value("tie_word_embeddings", False), self._part.tensors
+        if not isinstance(found, bool):
+            raise self.error(f"tie_word_embeddings is {found!r}, expected true or false")
+        if tensors and found == (_HEAD in tensors):
+            raise CheckpointError(
+                f"tie_word_embeddings is {json.dumps(found)}, but {_HEAD} is {'' if found else 'not '}stored",
+                where=f"{self._part.root / 'config.json'}: llm_config",
+                fix="set tie_word_embeddings to false to use the stored head, or remove the tensor"
+                if found
+                else "download the shard that holds it; if the head is the embedding, set tie_word_embeddings to true",
+            )
+        return found
 
     def token_ids(self) -> dict[str, int]:
         """Ids of the media tokens, from the tokenizer beside the weights or by their order in the release."""
@@ -230,6 +244,10 @@ class _Reader:
             "image_patch_token": "<imagePatch>",
             "video_patch_token": "<framePatch>",
             "image_start_token": "<image>",
+            "image_end_token": "</image>",
+            "audio_patch_token": "<audioPatch>",
+            "audio_start_token": "<audio>",
+            "audio_end_token": "</audio>",
         }
         for key, text in named.items():
             if self.integer(key, ids[text]) != ids[text]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from mingc.artifacts.stage_graph import Edge
 from mingc.dtypes import dtype_name
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.config_fields import IMAGES, ROOT, VISION, check_fields
 from mingc.export.layers.batch_buckets import doubling_buckets
 from mingc.export.layers.patch_grid import example_tables
 from mingc.export.layers.vision_transformer import PatchMerger, VisionBlock, VisionProjector
@@ -31,6 +33,7 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 from mingc.export.weights.mapping import layer_norm, linear, stored
 from mingc.kernels.varlen_attention import make_segments
 
+_DEEPSTACK = "vision.deepstack_merger_list."
 _UNIT_EPS = 1e-12  # spec: vision.md §7
 _ROTARY_BASE = 10000.0  # spec: vision.md §5; not in the config
 
@@ -171,6 +174,8 @@ class VisionEncoderStage(Stage):
         part = checkpoint.main
         where = str(part.root / "config.json")
         vision = "vision_config"
+        check_fields(part.config, ROOT, where)
+        check_fields(part.require(vision), VISION, f"{where}: {vision}")
         width, num_heads = part.require("hidden_size", vision), part.require("num_heads", vision)
         if width % (4 * num_heads):
             message = f"{vision}.hidden_size {width} is not a multiple of 4 × num_heads {num_heads}"
@@ -184,6 +189,14 @@ class VisionEncoderStage(Stage):
         if activation not in _ACTIVATIONS:
             message = f"{vision}.hidden_act is {activation!r}; supported: {', '.join(_ACTIVATIONS)}"
             raise CheckpointError(message, where=where)
+        layers, depth = _deepstack_layers(checkpoint), part.require("depth", vision)
+        count = len({name.split(".")[2] for name in part.tensors if name.startswith(_DEEPSTACK)})
+        if (count and len(layers) != count) or any(layer not in range(depth) for layer in layers):
+            raise CheckpointError(
+                f"{vision}.deepstack_visual_indexes is {layers}: not layers of the encoder, one for each of the "
+                f"{count} stored mergers",
+                where=where,
+            )
         projector_depth = part.require("mlp_depth")
         if projector_depth < 1:
             raise CheckpointError(f"mlp_depth is {projector_depth}; it must be at least 1", where=where)
@@ -194,7 +207,7 @@ class VisionEncoderStage(Stage):
         }
         images = _ImageSettings.read(checkpoint.root / "preprocessor_config.json", sizes)
         return VisionConfig(
-            depth=part.require("depth", vision),
+            depth=depth,
             width=width,
             mlp_width=part.require("intermediate_size", vision),
             num_heads=num_heads,
@@ -304,8 +317,16 @@ class VisionEncoderStage(Stage):
         )
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
-        reason = "deepstack outputs are never injected into the decoder (use_deepstack is off)"
-        return (("vision.deepstack_merger_list.", reason),)
+        reason = (
+            f"outputs of deepstack_visual_indexes {_deepstack_layers(checkpoint)} are never injected into the decoder, "
+            "as in the reference (use_deepstack is off)"
+        )
+        return ((_DEEPSTACK, reason),)
+
+
+def _deepstack_layers(checkpoint: Checkpoint) -> list[Any]:
+    found = checkpoint.main.config["vision_config"].get("deepstack_visual_indexes")
+    return found if isinstance(found, list) else []
 
 
 STAGE = VisionEncoderStage()
@@ -331,6 +352,7 @@ class _ImageSettings:
                 where=str(file),
                 fix="copy preprocessor_config.json from the model's code repository into the checkpoint",
             ) from error
+        check_fields(values, IMAGES, str(file))
         needed = ("min_pixels", "max_pixels", "image_mean", "image_std", *sizes)
         missing = [key for key in needed if key not in values]
         if missing:

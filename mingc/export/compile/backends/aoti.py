@@ -60,7 +60,9 @@ def compile_graph(
     except Exception as error:  # Inductor and the C++ compiler raise many kinds; all mean no engine
         if "CUDA out of memory" in str(error):  # Inductor hides its kind when a trial of a kernel raised it
             raise torch.OutOfMemoryError(str(error)) from error
-        raise CompileError(f"AOTInductor failed: {described(error)}", where=where, fix="run mingc doctor") from error
+        raise CompileError(
+            f"AOTInductor failed: {described(error)}", where=where, fix="run mingc doctor"
+        ) from error
     seconds = time.perf_counter() - started
     if device == "cuda":
         _refuse_static_libstdcxx(path, where)
