@@ -22,6 +22,7 @@ from mingc.export.source import open_source
 from mingc.export.stage import ExpertDims, GraphDef, Stage
 from mingc.export.stages import build_graph, discover, find
 from mingc.export.tasks.early_refusals import early_refusals
+from mingc.export.tasks.memory_needs import Needs, stage_needs
 from mingc.export.tasks.weights_file import WeightsFile, weights_files
 from mingc.kernels.triton.moe_config import MoeProblem
 
@@ -62,6 +63,7 @@ class ExportPlan:
         repeated: as in `StageRecord`: of random weights one layer of each kind is stored, and loading draws the rest.
         voices: of the checkpoint, to be registered.
         to_tune: problems of the expert kernels that are timed first, by stage.
+        needs: memory that tasks take.
         notes: fix-ups and omissions so far, for the manifest.
     """
 
@@ -76,6 +78,7 @@ class ExportPlan:
     voices: tuple[VoiceSource, ...]
     to_tune: Mapping[str, tuple[ExpertDims, tuple[MoeProblem, ...]]]
     notes: tuple[str, ...]
+    needs: Needs
 
     @property
     def num_engines(self) -> int:
@@ -161,6 +164,13 @@ def plan_export(recipe: ExportRecipe) -> ExportPlan:
             if (found := problems_to_tune(recipe, stage, configs[stage.name], graphs[stage.name])) is not None
         },
         notes=tuple(notes),
+        needs={
+            key: need
+            for stage in stages
+            for key, need in stage_needs(
+                recipe, checkpoint, stage, configs[stage.name], graphs[stage.name]
+            ).items()
+        },
     )
     check_space(recipe, checkpoint, stages, configs, plan.num_engines)
     return plan

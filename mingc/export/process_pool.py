@@ -27,6 +27,7 @@ from mingc.errors import CompileError
 from mingc.host.parent_watchdog import watch_pool_owner
 
 _T = TypeVar("_T")
+_NO_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _END_S = 10.0  # a terminated process ends at once, unless its disk or device hangs
 
 
@@ -137,7 +138,7 @@ def _died(where: str) -> CompileError:
     return CompileError(
         "the process that worked on this died (out of memory?)",
         where=where,
-        fix="lower --jobs, or give the machine more memory",
+        fix="give the machine more memory, or lower --jobs",
     )
 
 
@@ -154,13 +155,25 @@ def result_of(future: Future[_T], where: str) -> _T:
         return future.result()
     except BrokenProcessPool as error:
         raise _died(where) from error
-    except torch.OutOfMemoryError as error:
-        # A check holds its graph's layer in float32, and as many run at a time as there are jobs.
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
         raise CompileError(
             f"the device does not have enough memory: {str(error).partition('. ')[0]}",
             where=where,
-            fix="lower --jobs, or stop other processes that use the device",
+            fix="stop other processes that use the device, or export with more ranks (--tp) or fewer bits (--quantize)",
         ) from error
+
+
+def ran_out_of_memory(future: Future[Any]) -> bool:
+    """Whether a task that is done ended because its device had no memory left."""
+    error = future.exception()
+    return error is not None and _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Libraries and engines report it by errors of their own."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
 def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None) -> None:

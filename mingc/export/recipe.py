@@ -99,7 +99,8 @@ class ExportRecipe:
     )  # fmt: skip
     jobs: int = option(
         1, "--jobs", least=1, group=_HOW,
-        help="Engines compiled at the same time; on CUDA spread over all GPUs of one model.",
+        help="Most engines compiled at the same time, as far as memory allows; on CUDA spread over all GPUs of one "
+        "model.",
     )  # fmt: skip
     cache: Path | None = option(
         None, "--cache", group=_CACHE, shown_default="$XDG_CACHE_HOME/mingc/engines",

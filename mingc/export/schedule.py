@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from mingc.artifacts.manifest import (
     BackendRefusal,
@@ -21,14 +23,15 @@ from mingc.artifacts.manifest import (
 )
 from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
 from mingc.export.plan import ExportPlan
-from mingc.export.process_pool import WorkerPool, result_of, submit, worker_pool
+from mingc.export.process_pool import WorkerPool, ran_out_of_memory, result_of, submit, worker_pool
 from mingc.export.tasks.check_graph import GraphResult, Replay, check_graph
 from mingc.export.tasks.compile_engine import BuiltEngine, build_engine
 from mingc.export.tasks.graph_task import GraphTask, engine_label
+from mingc.export.tasks.memory_needs import PROCESS_DEVICE, PROCESS_HOST, Need
 from mingc.export.tasks.quantization import measure_quantization_error
 from mingc.export.tasks.timing import Timer, choose_fastest, size_order, time_graph
 from mingc.export.tasks.weights_file import WrittenFile, write_in_worker
-from mingc.host.machine import equal_gpus
+from mingc.host.machine import equal_gpus, free_memory_bytes
 
 _T = TypeVar("_T")
 _FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built
@@ -36,6 +39,55 @@ ReportStep = Callable[[str, str, float | None], None]
 """Called with the name and the subject of a step before it starts, and with its seconds when it has ended."""
 
 Timings = tuple[str, tuple[EngineTiming, ...]]  # of a graph's engines, and the device they were timed on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimits:
+    """How many tasks may run at once.
+
+    Attributes:
+        jobs: processes.
+        tasks_per_gpu: processes of one GPU.
+        free: memory of one GPU and of the host for tasks; None: not limited.
+    """
+
+    jobs: int
+    tasks_per_gpu: int
+    free: Need | None
+
+    def fit(self, needs: Sequence[Need]) -> bool:
+        """Whether tasks with these needs may run at the same time."""
+        if self.free is None:
+            return True
+        on_device = sorted((each.device for each in needs), reverse=True)[: self.tasks_per_gpu]
+        return sum(on_device) <= self.free.device and sum(each.host for each in needs) <= self.free.host
+
+
+def memory_limits(jobs: int, num_gpus: int) -> MemoryLimits:
+    """Limits of this machine for `jobs` processes on `num_gpus` GPUs of one model, or on none.
+
+    Processes that wait hold memory as well: they may take half of what is free.
+    """
+    host = free_memory_bytes()
+    jobs = max(1, min(jobs, host // 2 // PROCESS_HOST))
+    device = 0
+    if num_gpus:
+        device, _ = torch.cuda.mem_get_info()  # of the first GPU; the others are taken to be as free
+        jobs = max(1, min(jobs, num_gpus * (device // 2 // PROCESS_DEVICE)))
+    per_gpu = -(-jobs // max(1, num_gpus))
+    free = Need(device=max(0, device - per_gpu * PROCESS_DEVICE), host=host - jobs * PROCESS_HOST)
+    return MemoryLimits(jobs=jobs, tasks_per_gpu=per_gpu, free=free)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """A task that has left its queue: `submit` starts it, `take` takes its result."""
+
+    name: str
+    need: Need
+    submit: Callable[[WorkerPool], Future[Any]]
+    take: Callable[[Future[Any]], None]
+    is_retried: bool = False
 
 
 class Schedule:
@@ -47,6 +99,10 @@ class Schedule:
     tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of these graphs
     runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
     error.
+
+    A task starts when its planned memory fits beside that of the tasks that run, on the device and on the host, or when
+    nothing runs. With several GPUs it is not known which one a task gets, so the largest tasks, as many as a GPU has
+    processes, must fit into one. A task whose device runs out of memory nevertheless is run again, alone.
 
     Attributes:
         results: of every graph, once it has run.
@@ -107,8 +163,10 @@ class Schedule:
         self._is_writing = False
         self._engines: dict[str, list[BuiltEngine]] = {}
         self._checked: dict[str, list[GraphResult]] = {name: [] for name in tasks}  # of each backend
-        # Takes the result of each future, in the order of submission.
-        self._running: dict[Future[Any], Callable[[Future[Any]], None]] = {}
+        self._needs = plan.needs
+        self._running: dict[Future[Any], _Task] = {}  # in the order of submission
+        self._to_retry: deque[_Task] = deque()
+        self._limits = MemoryLimits(jobs=self._recipe.jobs, tasks_per_gpu=self._recipe.jobs, free=None)
         self.results: list[GraphResult] = []
         self.quantization_error: dict[str, QuantizationError] = {}
         self.peak_rss_bytes = 0
@@ -117,53 +175,112 @@ class Schedule:
         """Raises: the first error that any process raises, at once; the other processes are terminated."""
         # All equal GPUs, because a check needs up to eight gigabytes and there are as many as there are jobs.
         gpus = equal_gpus() if self._recipe.device == "cuda" else ()
-        with worker_pool(self._recipe.jobs, gpus) as pool:
+        self._limits = memory_limits(self._recipe.jobs, len(gpus))
+        with worker_pool(self._limits.jobs, gpus) as pool:
             self._fill(pool)
             while self._running:
                 finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
                 for future in [each for each in self._running if each in finished]:
-                    self._running.pop(future)(future)
+                    task = self._running.pop(future)
+                    if ran_out_of_memory(future) and not task.is_retried:
+                        self._to_retry.append(replace(task, is_retried=True))
+                    else:
+                        task.take(future)
                 self._fill(pool)
             for task in self._to_time:
                 self._time(pool, task)
 
     def _fill(self, pool: WorkerPool) -> None:
+        if any(each.is_retried for each in self._running.values()):
+            return
+        if self._to_retry:
+            if not self._running:
+                task = self._to_retry.popleft()
+                self._step("again, alone", task.name, None)
+                self._running[task.submit(pool)] = task
+            return
         # Submit no more tasks than there are processes, so that a check does not queue behind compiles.
-        while len(self._running) < self._recipe.jobs and self._begin_next(pool):
+        while len(self._running) < self._limits.jobs and self._begin_next(pool):
             pass
 
     def _begin_next(self, pool: WorkerPool) -> bool:
-        """Start the task that other tasks wait for, else the one nearest to completion; False if none can start now."""
-        check = next((each for each in self._to_check if self._is_whole(each.stage)), None)
-        compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
+        """Start the first task that fits into memory; False if none can start now."""
+        running = [each.need for each in self._running.values()]
+        for need, begin in self._candidates():
+            if not running or self._limits.fit([*running, need]):
+                task = begin()
+                self._running[task.submit(pool)] = task
+                return True
+        return False
+
+    def _candidates(self) -> Iterator[tuple[Need, Callable[[], _Task]]]:
+        """Tasks that can start now: first those that others wait for, then the nearest to completion.
+
+        Each with its memory, and a function that takes it out of its queue.
+        """
         if self._to_write and not self._is_writing:
-            self._is_writing = True
-            file = self._to_write[0]
-            self._step("weights", file.name, None)
-            written = submit(pool, file.name, write_in_worker, file, self._recipe, self._folder)
-            self._running[written] = self._take_file
-        elif compare is not None:
-            self._to_compare.remove(compare)
-            of_stage = (self._recipe, compare, self._folder, self._paths[compare])
-            compared = submit(pool, compare, measure_quantization_error, *of_stage)
-            self._running[compared] = partial(self._take_quantization_error, compare)
-        elif check is not None:
-            self._to_check.remove(check)
-            if check.name not in self._check_started:
-                self._check_started[check.name] = time.perf_counter()
-                self._step("check", check.name, None)
-            has_golden = bool(self._checked[check.name])
-            checked = self._submit(pool, check, check_graph, self._built(check), self._replay, not has_golden)
-            self._running[checked] = partial(self._take_check, check)
-        elif self._to_compile:
-            task, static_shapes = self._to_compile.popleft()
-            label = self._label(task, static_shapes)
-            self._step("engine", label, None)
-            built = self._submit(pool, task, build_engine, static_shapes)
-            self._running[built] = partial(self._take_engine, task, label)
-        else:
-            return False
-        return True
+            yield self._need("weights", self._to_write[0].stage), self._begin_file
+        compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
+        if compare is not None:
+            yield self._need("compare", compare), partial(self._begin_compare, compare)
+        for check in self._to_check:
+            if self._is_whole(check.stage):
+                yield self._need("check", check.name), partial(self._begin_check, check)
+        for compile_ in self._to_compile:
+            yield self._need("engine", compile_[0].name), partial(self._begin_compile, compile_)
+
+    def _need(self, kind: str, name: str) -> Need:
+        return self._needs.get((kind, name), Need())
+
+    def _begin_file(self) -> _Task:
+        self._is_writing = True
+        file = self._to_write[0]
+        self._step("weights", file.name, None)
+        return _Task(
+            name=file.name,
+            need=self._need("weights", file.stage),
+            submit=lambda pool: submit(pool, file.name, write_in_worker, file, self._recipe, self._folder),
+            take=self._take_file,
+        )
+
+    def _begin_compare(self, stage: str) -> _Task:
+        self._to_compare.remove(stage)
+        of_stage = (self._recipe, stage, self._folder, self._paths[stage])
+        return _Task(
+            name=stage,
+            need=self._need("compare", stage),
+            submit=lambda pool: submit(pool, stage, measure_quantization_error, *of_stage),
+            take=partial(self._take_quantization_error, stage),
+        )
+
+    def _begin_check(self, check: GraphTask) -> _Task:
+        self._to_check.remove(check)
+        if check.name not in self._check_started:
+            self._check_started[check.name] = time.perf_counter()
+            self._step("check", check.name, None)
+        given = (
+            self._built(check),
+            self._replay,
+            not self._checked[check.name],
+        )  # the first one writes the golden
+        return _Task(
+            name=check.name,
+            need=self._need("check", check.name),
+            submit=lambda pool: self._submit(pool, check, check_graph, *given),
+            take=partial(self._take_check, check),
+        )
+
+    def _begin_compile(self, queued: tuple[GraphTask, dict[str, int] | None]) -> _Task:
+        self._to_compile.remove(queued)
+        task, static_shapes = queued
+        label = self._label(task, static_shapes)
+        self._step("engine", label, None)
+        return _Task(
+            name=label,
+            need=self._need("engine", task.name),
+            submit=lambda pool: self._submit(pool, task, build_engine, static_shapes),
+            take=partial(self._take_engine, task, label),
+        )
 
     def _submit(
         self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object

@@ -92,6 +92,22 @@ def _gpu(index: int) -> Gpu:
     )
 
 
+def free_memory_bytes() -> int:
+    """Memory that processes of this machine, or of this container, can still take; unused caches count as free."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" without a limit
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        cached = dict(
+            line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        )
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, limit - used + int(cached.get("inactive_file", 0))))
+
+
 def driver_version() -> str | None:
     """The release of the NVIDIA kernel driver, as `570.86.15`; None without one."""
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import pytest
+import torch
 from export_plans import plan_of
 from worker_threads import worker_threads
 
@@ -23,9 +25,11 @@ from mingc.export.recipe import ExportRecipe
 from mingc.export.tasks.check_graph import GraphResult
 from mingc.export.tasks.compile_engine import BuiltEngine
 from mingc.export.tasks.graph_task import GraphTask
+from mingc.export.tasks.memory_needs import Need
 from mingc.export.tasks.weights_file import WeightsFile, WrittenFile
 from mingc.verify.engine_run import run_engine
 
+_T = TypeVar("_T")
 _TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _STAGES = ("vision_encoder", "audio_encoder", "cfm", "audio_vae")
 _RANKS = 4
@@ -281,3 +285,122 @@ def test_a_failed_check_ends_the_export_before_the_next_compile(
 ) -> None:
     step = _run(tmp_path, monkeypatch, "cfm.sample")[-1]
     assert (step.name, step.subject) == ("engine", "cfm.sample")
+
+
+class _Memory:
+    """Tasks that run until told to end, and what they hold; `free` limits it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: Need | None, jobs: int, per_gpu: int) -> None:
+        self.held: list[tuple[str, str]] = []
+        self.most: list[tuple[tuple[str, str], ...]] = []
+        self._lock = threading.Lock()
+        limits = schedule.MemoryLimits(jobs=jobs, tasks_per_gpu=per_gpu, free=free)
+        monkeypatch.setattr(schedule, "memory_limits", lambda *_: limits)
+        monkeypatch.setattr(schedule, "worker_pool", worker_threads)
+        monkeypatch.setattr(schedule, "build_engine", self._build)
+        monkeypatch.setattr(
+            schedule, "check_graph", lambda task, *given: self._hold("check", task, _check(task, *given))
+        )
+        self.fails: dict[str, int] = {}  # how often a graph's engine ends without memory
+
+    def _build(self, task: GraphTask, sizes: dict[str, int] | None) -> BuiltEngine:
+        if self.fails.get(task.name, 0):
+            self.fails[task.name] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return self._hold("engine", task, BuiltEngine(record=_build_record(task, sizes), peak_rss_bytes=1))
+
+    def _hold(self, kind: str, task: GraphTask, result: _T) -> _T:
+        with self._lock:
+            self.held.append((kind, task.name))
+            self.most.append(tuple(self.held))
+        time.sleep(0.002)  # lets others start, if they may
+        with self._lock:
+            self.held.remove((kind, task.name))
+        return result
+
+
+def _build_record(task: GraphTask, sizes: dict[str, int] | None) -> EngineRecord:
+    file = f"engines/{task.name}.{'' if sizes is None else sizes['B']}"
+    return EngineRecord(backend="aoti", file=file, dims=sizes, compile_seconds=1.0, cost=None)
+
+
+_SIZES: dict[str, list[dict[str, int] | None]] = {
+    "cfm.sample": [{"B": 2**size} for size in range(8)],
+    "talker.step": [{"B": 2**size} for size in range(8)],
+    "audio_vae.decode": [None],
+}
+_NEEDS = {
+    ("engine", "cfm.sample"): Need(device=40, host=3),
+    ("engine", "talker.step"): Need(device=10, host=1),
+    ("check", "audio_vae.decode"): Need(device=90),
+}
+
+
+def _run_within(tmp_path: Path, memory: _Memory, **options: Any) -> list[tuple[str, str]]:
+    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path / "out", jobs=99, **options)
+    steps: list[tuple[str, str]] = []
+    (tmp_path / "weights").mkdir()
+    plan = plan_of(recipe, _SIZES, needs=_NEEDS)
+    for first, *_ in plan.files.values():
+        (tmp_path / first.path).touch()
+    schedule.Schedule(plan, tmp_path, run_engine, lambda *step: steps.append(step[:2]), {}).run()
+    return steps
+
+
+@pytest.mark.parametrize("jobs", [1, 4, 10, 16])
+@pytest.mark.parametrize(
+    "free", [Need(device=100, host=100), Need(device=100, host=5), Need(device=5, host=1)]
+)
+def test_tasks_run_together_while_their_memory_fits(
+    jobs: int, free: Need, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = _Memory(monkeypatch, free, jobs, per_gpu=jobs)
+    steps = _run_within(tmp_path, memory)
+    assert len([step for step in steps if step[0] == "engine"]) == 2 * 17
+    for held in memory.most:
+        needs = [_NEEDS.get(each, Need()) for each in held]
+        fits = (
+            sum(each.device for each in needs) <= free.device
+            and sum(each.host for each in needs) <= free.host
+        )
+        assert len(held) == 1 or (fits and len(held) <= jobs), held
+    if jobs > 1 and free.device == 100:
+        assert max(map(len, memory.most)) > 1
+
+
+def test_the_largest_tasks_may_meet_on_one_of_several_gpus() -> None:
+    limits = schedule.MemoryLimits(jobs=6, tasks_per_gpu=2, free=Need(device=100, host=100))
+    small, large = Need(device=20), Need(device=60)
+    assert limits.fit([large, *[small] * 5]) and not limits.fit([large, large])
+
+
+def test_a_task_without_memory_runs_again_alone_and_then_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = _Memory(monkeypatch, None, 4, per_gpu=4)
+    memory.fails = {"cfm.sample": 1, "talker.step": 1}
+    steps = _run_within(tmp_path, memory)
+    assert [name for kind, name in steps if kind == "again, alone"] != []
+    again = [index for index, (kind, _) in enumerate(steps) if kind == "again, alone"]
+    for index in again:
+        assert steps[index + 1][0] == "engine", "nothing begins before it has ended"
+    assert len([each for each in steps if each[0] == "engine"]) == 2 * 17
+
+
+def test_a_task_that_lacks_memory_when_it_is_alone_ends_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = _Memory(monkeypatch, None, 4, per_gpu=4)
+    memory.fails = {"cfm.sample": 99}
+    with pytest.raises(CompileError, match="does not have enough memory") as caught:
+        _run_within(tmp_path, memory)
+    assert "--jobs" not in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("jobs", [1, 4, 10_000])
+def test_every_number_of_jobs_leaves_memory_for_tasks(jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
+    monkeypatch.setattr(schedule, "free_memory_bytes", lambda: 30 << 30)
+    limits = schedule.memory_limits(jobs, 1)
+    assert limits.free is not None and limits.free.device >= 10 << 30 and limits.free.host >= 15 << 30
+    assert 1 <= limits.jobs <= jobs

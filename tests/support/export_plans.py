@@ -9,6 +9,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.export.plan import ExportPlan, PlannedGraph
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
+from mingc.export.tasks.memory_needs import Needs
 from mingc.export.tasks.weights_file import weights_files
 
 
@@ -18,6 +19,7 @@ def plan_of(
     *,
     first: str = "",
     refused: Mapping[str, Mapping[str, str]] | None = None,
+    needs: Needs | None = None,
 ) -> ExportPlan:
     """A plan of graphs `STAGE.GRAPH` with these `sizes` of engines, of which the graph `first` is compiled first."""
     names = [each.split(".") for each in sizes]
@@ -45,4 +47,5 @@ def plan_of(
         voices=(),
         to_tune={},
         notes=(),
+        needs=needs or {},
     )
