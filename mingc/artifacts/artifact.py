@@ -9,6 +9,7 @@ import secrets
 import shlex
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,9 @@ from mingc.artifacts.target import Host, is_rtx
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError, ConfigError, IncompatibleError, IntegrityError
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+# What torch's writer of packages says about a disk that takes no more bytes; it does not look at the system's error.
+_TORCH_WRITE_ERRORS = ("unexpected pos", "failed writing file")
 _CPU_CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # in torch's spelling, weakest first
 
 
@@ -220,13 +224,38 @@ def new_artifact(root: Path, *, replace_existing: bool) -> Iterator[Path]:
             ) from error
 
 
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Reports that the file `path`, of `needed` bytes if that is known, cannot be written. Raises: ConfigError."""
+    try:
+        yield
+    except Exception as error:
+        reason = write_failure(error)
+        if reason is None or isinstance(error, ConfigError):
+            raise
+        size = f"it has {needed:,} bytes, " if needed is not None else ""
+        places = {
+            path.parent.resolve(): "there",
+            Path(tempfile.gettempdir()).resolve(): "in the temporary folder",
+        }
+        free = ", ".join(
+            f"{shutil.disk_usage(place).free:,} are free {name}" for place, name in places.items()
+        )
+        raise ConfigError(
+            f"{path.name} cannot be written: {reason}: {size}{free}",
+            where=f"--output: {path.parent}",
+            fix="free some space, pass another --output, or point TMPDIR to a larger disk; then run the command again",
+        ) from error
+
+
 def write_failure(error: Exception) -> str | None:
     """Why files cannot be written; None for another error. Libraries wrap a full disk in their own errors."""
     if isinstance(error, OSError):
-        is_write = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        return error.strerror if is_write else None
-    full = os.strerror(errno.ENOSPC)
-    return full if full in str(error) else None
+        return error.strerror if error.errno in _WRITE_ERRORS else None
+    named = next((reason for reason in map(os.strerror, _WRITE_ERRORS) if reason in str(error)), None)
+    if named is None and any(text in str(error) for text in _TORCH_WRITE_ERRORS):
+        return os.strerror(errno.ENOSPC)
+    return named
 
 
 def check_replaceable(root: Path, *, replace_existing: bool, option: str = "--output") -> None:

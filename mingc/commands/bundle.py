@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -9,6 +10,21 @@ import cloup
 
 from mingc.console.command import FOUND_PROBLEMS, PATH, Command, Group, common, option
 from mingc.console.progress import step_logger
+
+
+def _by_folder(log: Callable[[str], None]) -> Callable[[str], None]:
+    """Logs every weights file, which may take minutes, and of other folders, with hundreds of files, the first one."""
+    begun: set[str] = set()
+
+    def log_file(path: str) -> None:
+        folder, slash, _ = path.partition("/")
+        if not slash or folder == "weights":
+            log(path)
+        elif folder not in begun:
+            begun.add(folder)
+            log(f"{folder}/")
+
+    return log_file
 
 
 @cloup.group(cls=Group)
@@ -70,15 +86,9 @@ def pack_command(
     from mingc.bundles.packing import pack
     from mingc.console.report import show
 
-    log = step_logger("pack")
     manifest = open_unchecked(artifact).manifest
     extras = deployment_files(manifest, wheels, model_licence, takes_tensorrt=takes_tensorrt)
-
-    def log_file(path: str) -> None:
-        if not path.startswith("bundle/licences/"):  # more than a hundred
-            log(path)
-
-    report = pack(artifact, output, extras, replace_existing=force, log=log_file)
+    report = pack(artifact, output, extras, replace_existing=force, log=_by_folder(step_logger("pack")))
     show(report, as_json=as_json)
     return 0
 
@@ -103,7 +113,8 @@ def unpack_command(as_json: bool, bundle: Path, output: Path, force: bool, is_sh
     from mingc.bundles.unpacking import unpack
     from mingc.console.report import show
 
-    report = unpack(bundle, output, replace_existing=force, is_shared=is_shared, log=step_logger("unpack"))
+    log = _by_folder(step_logger("unpack"))
+    report = unpack(bundle, output, replace_existing=force, is_shared=is_shared, log=log)
     show(report, as_json=as_json)
     return 0
 

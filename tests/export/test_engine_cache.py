@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from mingc.artifacts.artifact import new_artifact
-from mingc.errors import ConfigError
-from mingc.export.compile import engine_cache
+from mingc.artifacts.artifact import new_artifact, writing
+from mingc.errors import CompileError, ConfigError
+from mingc.export.compile import engine_cache, onnx_program
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.backends.onnx import BACKEND
 from mingc.export.compile.engine_cache import keep, take, trim, writing_cache
 
 
@@ -174,3 +178,84 @@ def test_a_key_covers_all_that_decides_the_machine_code(
         patch.setenv("CXX", str(compiler))
         keys.add(aoti._key(program, {"cpp.march": "native"}, "cpu"))
     assert len(keys) == 8
+
+
+def test_a_model_of_onnx_comes_from_the_cache_unless_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constants are part of the model, so they select it too."""
+    translated: list[str] = []
+
+    def compile_(factor: float, name: str) -> bytes:
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.factor = torch.tensor([factor, 1.0])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.factor
+
+        program = torch.export.export(Scaled(), (torch.ones(2),))
+        seconds = BACKEND.compile(
+            program, tmp_path / name, device="cpu", cache=tmp_path / "cache", where="test"
+        )
+        assert (seconds == 0.0) == (len(translated) == before)
+        return (tmp_path / name).read_bytes()
+
+    real = onnx_program.to_onnx
+
+    def translate(program: torch.export.ExportedProgram, where: str) -> Any:
+        translated.append(where)
+        return real(program, where)
+
+    monkeypatch.setattr(onnx_program, "to_onnx", translate)
+    (tmp_path / "cache").mkdir()
+    before = 0
+    first = compile_(2.0, "first")
+    before = len(translated)
+    assert compile_(2.0, "again") == first and len(translated) == 1
+    assert compile_(3.0, "other") != first and len(translated) == 2
+    for kept in (tmp_path / "cache").iterdir():
+        kept.write_bytes(kept.read_bytes().replace(b"factor", b"faktor", 1))
+    assert compile_(2.0, "third") == first and len(translated) == 3
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: torch.save(torch.zeros(100_000), path),  # as AOTInductor's packages: "unexpected pos"
+        lambda path: save_file({"a": torch.zeros(100_000)}, path),
+        lambda path: path.write_bytes(bytes(400_000)),
+    ],
+)
+def test_a_full_disk_is_named_with_the_file_and_its_space(
+    write: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """On a real file system of 64 KiB, in any library's words."""
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], capture_output=True
+    ).returncode:
+        pytest.skip("cannot mount a small file system")
+    try:
+        with (
+            pytest.raises(
+                ConfigError, match=r"engine\.pt2 cannot be written: No space left on device"
+            ) as caught,
+            writing(tmp_path / "engine.pt2", 400_000),
+        ):
+            write(tmp_path / "engine.pt2")
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)  # an error may still hold the file
+    assert "it has 400,000 bytes, " in caught.value.message and " are free there" in caught.value.message
+    assert str(tmp_path) in str(caught.value.where)
+
+
+def test_a_compile_on_a_full_disk_is_no_fault_of_the_graph(tmp_path: Path) -> None:
+    """Otherwise `--backend auto` would go on without the backend."""
+    with (
+        pytest.raises(ConfigError, match=r"cfm\.pt2 cannot be written: No space left"),
+        writing(tmp_path / "cfm.pt2"),
+    ):
+        raise CompileError("AOTInductor failed: RuntimeError: [enforce fail] . unexpected pos 704 vs 598")
+    with pytest.raises(CompileError), writing(tmp_path / "cfm.pt2"):
+        raise CompileError("no such operator")

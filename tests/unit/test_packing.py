@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mingc_command import mingc_here
 
 from mingc.artifacts.artifact import check_hashes, open_artifact
 from mingc.artifacts.bundle_manifest import BUNDLE_FILE, BundleFile
@@ -331,3 +332,12 @@ def test_a_name_of_the_artifacts_own_is_not_taken_by_an_extra(artifact_path: Pat
         pack(artifact_path, tmp_path / "t.mingc", EXTRAS)
     pack(artifact_path, tmp_path / "t.mingc", {})
     check_hashes(open_artifact(tmp_path / "t.mingc"))
+
+
+def test_progress_names_folders_and_not_each_of_hundreds_of_files(
+    artifact_path: Path, tmp_path: Path
+) -> None:
+    done = mingc_here("bundle", "pack", artifact_path, tmp_path / "t.mingc")
+    lines = done.stderr.splitlines()
+    assert done.code == 0 and len(open_packed(tmp_path / "t.mingc").files) > 50
+    assert 2 <= len(lines) < 20 and any(line.endswith("bundle/") for line in lines), lines

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
+from mingc.artifacts.artifact import writing
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity
 from mingc.artifacts.spec import GraphSpec
 from mingc.export.checks import experts, routing
@@ -78,7 +79,9 @@ def check_graph(
         parity = parity_rule.worst_parity(parity, of_one)
     golden = f"goldens/{task.name}.safetensors"
     if writes_golden:
-        save_file(_golden_tensors(opened.plan.spec, tensors, expected), task.folder / golden)
+        kept = _golden_tensors(opened.plan.spec, tensors, expected)
+        with writing(task.folder / golden, sum(each.nbytes for each in kept.values())):
+            save_file(kept, task.folder / golden)
     record = GraphRecord(spec=opened.plan.spec, engines=engines, golden=golden, parity=parity)
     return GraphResult(stage=task.stage, record=record, peak_rss_bytes=peak_rss_bytes())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mingc.artifacts.artifact import writing
 from mingc.artifacts.manifest import EngineRecord
 from mingc.export.autotune.tuning import tuned_table
 from mingc.export.compile.backend import Backend
@@ -46,7 +47,7 @@ def compile_engine(task: GraphTask, opened: OpenGraph, static_shapes: dict[str, 
     backend = find_backend(task.backend).for_graph(plan, static_shapes, task.recipe.target)
     file = f"engines/{engine_label(task.name, static_shapes)}{_suffix(task, backend)}"
     program = trace_graph(backend, plan, opened.module, stage=task.stage, sizes=static_shapes, device=device)
-    with library_errors(f"{backend.name} does not compile the graph", task.name):
+    with writing(task.folder / file), library_errors(f"{backend.name} does not compile the graph", task.name):
         seconds = backend.compile(
             program, task.folder / file, device=task.recipe.target, cache=task.recipe.cache, where=task.name
         )

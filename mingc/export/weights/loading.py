@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from mingc.artifacts.artifact import writing
 from mingc.artifacts.spec import Quantization, join_path
 from mingc.dtypes import SAFETENSORS_NAMES
 from mingc.errors import CheckpointError, ExportError
@@ -82,7 +83,8 @@ def write_weights(
     names = [name for source in sources for name in stored_names(source, quantization)]
     dtypes = _stored_dtypes(expected, sources, quantization, dtype)
     header = safetensors_header({name: (dtypes[name], expected[name].shape) for name in names})
-    with path.open("wb") as file:
+    end = len(header) + sum(expected[name].numel() * dtypes[name].itemsize for name in names)
+    with writing(path, end), path.open("wb") as file:
         file.write(header)
         for source in sources:
             value = _compute(checkpoint, source, stage.name)

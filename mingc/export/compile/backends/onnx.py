@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import re
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from mingc.artifacts.target import is_rtx
 from mingc.export.compile.backend import Backend
+from mingc.export.compile.engine_cache import keep, take
 from mingc.export.stage import GraphDef
 from mingc.host.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
 
+_SEAL = "mingc.sha256"  # key in a model's metadata
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -73,12 +79,56 @@ class OnnxBackend(Backend):
         cache: Path | None,
         where: str,
     ) -> float:
+        kept = cache / f"{_key(program)}{self.suffix}" if cache else None
+        if kept is not None and _is_whole(kept) and take(kept, path):
+            return 0.0
         # Imported here: torch.onnx takes seconds, and other backends do not need it.
         from mingc.export.compile.onnx_program import to_onnx
 
         started = time.perf_counter()
-        path.write_bytes(to_onnx(program, where).SerializeToString(deterministic=True))
-        return time.perf_counter() - started
+        path.write_bytes(_sealed(to_onnx(program, where)))
+        seconds = time.perf_counter() - started
+        if kept is not None:
+            keep(path, kept)
+        return seconds
+
+
+def _key(program: torch.export.ExportedProgram) -> str:
+    """sha256 of everything that affects a model: graph with shapes, its constants, versions, and the translation."""
+    # Stack traces name files and lines of this checkout: they change without changing the model.
+    digest = hashlib.sha256(re.sub(r"#.*", "", str(program)).encode())
+    for name, value in sorted(program.constants.items()):
+        digest.update(
+            f"\0{name}\0{value.dtype}".encode() if isinstance(value, torch.Tensor) else repr(value).encode()
+        )
+        if isinstance(value, torch.Tensor):
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    for package in ("torch", "onnx", "onnxscript"):
+        digest.update(f"\0{package} {version(package)}".encode())
+    digest.update((Path(__file__).parents[1] / "onnx_program.py").read_bytes())
+    return digest.hexdigest()
+
+
+def _sealed(model: Any) -> bytes:
+    """The bytes of `model` with a hash of itself in its metadata, by which a copy in the cache is known to be whole."""
+    seal = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+    model.metadata_props.add(key=_SEAL, value=seal)
+    content: bytes = model.SerializeToString(deterministic=True)
+    return content
+
+
+def _is_whole(path: Path) -> bool:
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except (OSError, DecodeError):
+        return False
+    seals = [model.metadata_props.pop() for each in [*model.metadata_props][-1:] if each.key == _SEAL]
+    content = model.SerializeToString(deterministic=True)
+    return [each.value for each in seals] == [hashlib.sha256(content).hexdigest()]
 
 
 BACKEND = OnnxBackend()
