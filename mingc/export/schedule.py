@@ -181,11 +181,11 @@ class Schedule:
             while self._running:
                 finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
                 for future in [each for each in self._running if each in finished]:
-                    task = self._running.pop(future)
-                    if ran_out_of_memory(future) and not task.is_retried:
-                        self._to_retry.append(replace(task, is_retried=True))
+                    ended = self._running.pop(future)
+                    if ran_out_of_memory(future) and not ended.is_retried:
+                        self._to_retry.append(replace(ended, is_retried=True))
                     else:
-                        task.take(future)
+                        ended.take(future)
                 self._fill(pool)
             for task in self._to_time:
                 self._time(pool, task)

@@ -73,7 +73,9 @@ def _refuse_quantized(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -
     """Raises: CheckpointError when a tensor that is used has no floating-point dtype of 16 bits or more."""
     for source in sources:
         part = part_of(checkpoint, source.part)
-        for name in source.tensors if part is not None else ():
+        if part is None:
+            continue
+        for name in source.tensors:
             entry = part.tensors.get(name)
             if entry is None or entry.dtype in _FLOATS:
                 continue
