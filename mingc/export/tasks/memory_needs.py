@@ -19,7 +19,6 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.stage import GraphDef, Shard, Stage, WeightSource
 from mingc.export.weights.loading import part_of, stored_meta_module
-from mingc.kernels.quantized import FP8
 
 PROCESS_DEVICE = (
     1 << 30
@@ -88,7 +87,7 @@ def _compile_bytes(weights: Mapping[str, torch.Tensor], held: int, tensors: int)
 
     It makes random values of the shapes of all weights and tensors at once; of FP8 in float16 first.
     """
-    narrow = max((value.numel() for value in weights.values() if value.dtype == FP8), default=0)
+    narrow = max((value.numel() for value in weights.values() if value.dtype == torch.float8_e4m3fn), default=0)
     return 2 * held + 2 * narrow + 2 * tensors
 
 
