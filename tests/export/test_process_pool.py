@@ -87,7 +87,7 @@ def test_a_process_that_dies_idle_is_reported_with_the_next_task_and_not_as_a_bu
         assert caught.value.where == "cfm.sample"
         with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
             submit(pool, "talker.step", os.getpid)
-        assert caught.value.where == "talker.step" and "stop other processes" in str(caught.value.fix)
+        assert caught.value.where == "talker.step" and "--jobs" in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(
