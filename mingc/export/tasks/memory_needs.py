@@ -87,7 +87,9 @@ def _compile_bytes(weights: Mapping[str, torch.Tensor], held: int, tensors: int)
 
     It makes random values of the shapes of all weights and tensors at once; of FP8 in float16 first.
     """
-    narrow = max((value.numel() for value in weights.values() if value.dtype == torch.float8_e4m3fn), default=0)
+    narrow = max(
+        (value.numel() for value in weights.values() if value.dtype == torch.float8_e4m3fn), default=0
+    )
     return 2 * held + 2 * narrow + 2 * tensors
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import re
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from mingc.artifacts.target import is_rtx
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.engine_cache import keep, take
+from mingc.export.compile.engine_cache import keep
 from mingc.export.stage import GraphDef
 from mingc.host.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
 
-_SEAL = "mingc.sha256"  # key in a model's metadata
+_MODEL = "model.onnx"  # in a cached engine
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -80,16 +83,16 @@ class OnnxBackend(Backend):
         where: str,
     ) -> float:
         kept = cache / f"{_key(program)}{self.suffix}" if cache else None
-        if kept is not None and _is_whole(kept) and take(kept, path):
+        if kept is not None and _take(kept, path):
             return 0.0
         # Imported here: torch.onnx takes seconds, and other backends do not need it.
         from mingc.export.compile.onnx_program import to_onnx
 
         started = time.perf_counter()
-        path.write_bytes(_sealed(to_onnx(program, where)))
+        path.write_bytes(to_onnx(program, where).SerializeToString(deterministic=True))
         seconds = time.perf_counter() - started
         if kept is not None:
-            keep(path, kept)
+            _keep(path, kept)
         return seconds
 
 
@@ -109,26 +112,26 @@ def _key(program: torch.export.ExportedProgram) -> str:
     return digest.hexdigest()
 
 
-def _sealed(model: Any) -> bytes:
-    """The bytes of `model` with a hash of itself in its metadata, by which a copy in the cache is known to be whole."""
-    seal = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
-    model.metadata_props.add(key=_SEAL, value=seal)
-    content: bytes = model.SerializeToString(deterministic=True)
-    return content
-
-
-def _is_whole(path: Path) -> bool:
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    model = onnx.ModelProto()
+def _take(kept: Path, path: Path) -> bool:
+    """Copy the model of the cached engine to `path`; False if it is absent or damaged."""
     try:
-        model.ParseFromString(path.read_bytes())
-    except (OSError, DecodeError):
+        with zipfile.ZipFile(kept) as package:
+            content = package.read(_MODEL)  # compares a checksum
+    except (FileNotFoundError, KeyError, zipfile.BadZipFile):
         return False
-    seals = [model.metadata_props.pop() for each in [*model.metadata_props][-1:] if each.key == _SEAL]
-    content = model.SerializeToString(deterministic=True)
-    return [each.value for each in seals] == [hashlib.sha256(content).hexdigest()]
+    path.write_bytes(content)
+    with suppress(OSError):  # a cache that others own, or that is read-only
+        os.utime(kept)
+    return True
+
+
+def _keep(path: Path, kept: Path) -> None:
+    """Keep the model in a zip file, whose checksum tells whether it is whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / kept.name
+        with zipfile.ZipFile(package, "w") as archive:
+            archive.write(path, _MODEL)
+        keep(package, kept)
 
 
 BACKEND = OnnxBackend()
