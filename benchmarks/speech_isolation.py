@@ -37,7 +37,7 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.planner import SpeechPlanner, load_voice
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
-from mingc.text.segment import iter_speech_segments
+from mingc.text.reference.segment import iter_speech_segments
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "tiny-ming"

@@ -7,8 +7,8 @@ from typing import Any
 
 from conformance.engines import Engines
 from conformance.reference_log import ReferenceLog
-from mingc.text.normalize import normalize_fragment, normalize_text
-from mingc.text.segment import cut_by_length, iter_speech_segments
+from mingc.text.reference.normalize import normalize_fragment, normalize_text
+from mingc.text.reference.segment import cut_by_length, iter_speech_segments
 
 NORMALISED_SHARE = 0.95  # minimum fraction of recorded texts that must match
 

@@ -7,7 +7,7 @@ import random
 from tokenizers import Tokenizer, pre_tokenizers
 
 from mingc.export.assets.byte_tokenizer import byte_tokenizer, word
-from mingc.text.live import LiveSegmenter
+from mingc.text.reference.live import LiveSegmenter
 
 VOCABULARY = 157_184  # of the released thinker
 SPECIAL = ("<role>", "</role>", "<|role_end|>")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from spoken_numbers import texts
 
-from mingc.text import live
-from mingc.text.live import LiveSegment, LiveSegmenter, count_units
-from mingc.text.segment import iter_speech_segments
+from mingc.text.reference import live
+from mingc.text.reference.live import LiveSegment, LiveSegmenter, count_units
+from mingc.text.reference.segment import iter_speech_segments
 
 DATA = Path(__file__).parents[1] / "data"
 TOKEN = re.compile(r" ?[A-Za-z]{1,6}|\d|\s|.", re.DOTALL)

@@ -39,8 +39,7 @@ from mingc.runtime.service.output_processor import (
 )
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.text.segment import iter_speech_segments
-from mingc.text.spoken import SpokenText
+from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 
 def test_a_moment_is_that_of_its_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,6 @@ class FakeSpeechStream:
     """A speech stream that records the texts it is given."""
 
     is_finished = False
-    num_patches = 0
     num_samples = 0
 
     def __init__(self) -> None:
@@ -78,6 +76,10 @@ class FakeSpeechStream:
 
     def enqueue(self, texts: Iterable[str]) -> None:
         self.texts += texts
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.texts)
 
 
 def make_processor(
@@ -88,13 +90,14 @@ def make_processor(
     is_reproducible: bool = True,
     clock: Callable[[], float] = time.monotonic,
     prompt_tokens: int = 1,
+    rules: SpeechText = "natural",
 ) -> ChatOutputProcessor:
     return ChatOutputProcessor(
         cast(Detokenizer, detokenizer),
         sampling or SamplingParams(),
         prompt_tokens=prompt_tokens,
         speech_stream=cast(SpeechStream, speech) if speech else None,
-        spoken_text=SpokenText(50, is_reproducible=is_reproducible, clock=clock) if speech else None,
+        spoken_text=SpokenText(50, rules, is_reproducible=is_reproducible, clock=clock) if speech else None,
         sample_rate=44100,
         timings=Timings(),
     )
@@ -165,6 +168,15 @@ def test_text_held_back_for_a_stop_string_is_spoken_at_the_end() -> None:
     speech = FakeSpeechStream()
     assert answer(encode("We walk to the END"), stop=["END OF"], speech=speech)[0] == "We walk to the END"
     assert "".join(speech.texts).split() == ["We", "walk", "to", "the", "END"]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_silent"), [("Hello there.", False), ("*** 🎉", True), ("```\nx\n```", True)]
+)
+def test_an_answer_says_that_it_has_nothing_to_speak(text: str, is_silent: bool) -> None:
+    _, done, _ = answer(encode(text), speech=FakeSpeechStream())
+    assert done.has_nothing_to_speak is is_silent
+    assert not answer(encode(text))[1].has_nothing_to_speak, "no speech was requested"
 
 
 def test_nothing_from_the_stop_string_on_is_shown_spoken_or_counted() -> None:
@@ -304,9 +316,9 @@ def test_numbers_behind_a_cut_are_read_in_the_language_of_the_whole_text() -> No
     )
     speech = FakeSpeechStream()
     answer(encode(text), speech=speech)
-    assert len(speech.texts) == 3, "the first clause is too long for one segment"
-    assert "".join(speech.texts) == "".join(iter_speech_segments(text, 50))
-    assert "twenty-five cats" in speech.texts[2]
+    assert len(speech.texts) == 2, "the first clause is too long for one segment"
+    assert speech.texts == list(spoken_pieces(text, 50, "natural"))
+    assert "twenty-five cats" in speech.texts[1]
 
 
 class Clock:

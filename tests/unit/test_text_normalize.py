@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from mingc.text.chinese_grammar import verbalize_remaining_numbers
-from mingc.text.chinese_numerals import UnreadableNumberError, read_cardinal, read_telephone
-from mingc.text.chinese_rules import verbalize_numbers
-from mingc.text.chinese_tables import NARROW_CHARACTERS
-from mingc.text.english import (
+from mingc.text.reference.chinese_grammar import verbalize_remaining_numbers
+from mingc.text.reference.chinese_numerals import UnreadableNumberError, read_cardinal, read_telephone
+from mingc.text.reference.chinese_rules import verbalize_numbers
+from mingc.text.reference.chinese_tables import NARROW_CHARACTERS
+from mingc.text.reference.english import (
     NumberTooLargeError,
     cardinal_words,
     expand_english_numbers,
     ordinal_words,
 )
-from mingc.text.normalize import clean_up, has_chinese, normalize_fragment, normalize_text
+from mingc.text.reference.normalize import clean_up, has_chinese, normalize_fragment, normalize_text
 
 DATA = Path(__file__).parents[1] / "data"
 CASES: list[dict[str, Any]] = json.loads((DATA / "text.json").read_text(encoding="utf-8"))["cases"]

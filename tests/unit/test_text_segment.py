@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mingc.text.segment import (
+from mingc.text.reference.segment import (
     FragmentState,
     cut_by_length,
     iter_elements,

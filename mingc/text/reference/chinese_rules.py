@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Literal
 
-from mingc.text.chinese_compounds import (
+from mingc.text.reference.chinese_compounds import (
     RANGE_MARKS,
     is_month_and_day,
     read_compound,
     read_date,
     split_range,
 )
-from mingc.text.chinese_numerals import UnreadableNumberError, read_cardinal, read_telephone
-from mingc.text.chinese_tables import (
+from mingc.text.reference.chinese_numerals import UnreadableNumberError, read_cardinal, read_telephone
+from mingc.text.reference.chinese_tables import (
     CHINESE_UNITS,
     CURRENCIES,
     LATIN_UNITS,

@@ -12,7 +12,7 @@ import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mingc.text.normalize import has_chinese, normalize_fragment
+from mingc.text.reference.normalize import has_chinese, normalize_fragment
 
 MAX_FRAGMENT_LENGTH = 50
 _MIN_TAIL_LENGTH = 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mingc.text.chinese_numerals import read_cardinal, read_digits, read_telephone, read_year
+from mingc.text.reference.chinese_numerals import read_cardinal, read_digits, read_telephone, read_year
 
 RANGE_MARKS = ("-", "~", "～")
 

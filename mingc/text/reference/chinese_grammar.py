@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
-from mingc.text.chinese_numerals import read_digits, read_places, read_small, read_telephone
-from mingc.text.chinese_tables import (
+from mingc.text.reference.chinese_numerals import read_digits, read_places, read_small, read_telephone
+from mingc.text.reference.chinese_tables import (
     CHINESE_UNITS,
     CURRENCIES,
     LATIN_UNITS,

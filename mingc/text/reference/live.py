@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from mingc.text.segment import Fragmenter, FragmentState
+from mingc.text.reference.segment import Fragmenter, FragmentState
 
 # One unit: an ideograph, kana or hangul syllable, or a run of anything else between spaces.
 _WIDE = "぀-ヿ㐀-䶿一-鿿가-힯豈-﫿"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from mingc.text.chinese_grammar import verbalize_remaining_numbers
-from mingc.text.chinese_rules import verbalize_numbers
-from mingc.text.english import expand_english_numbers
+from mingc.text.reference.chinese_grammar import verbalize_remaining_numbers
+from mingc.text.reference.chinese_rules import verbalize_numbers
+from mingc.text.reference.english import expand_english_numbers
 
 _CHINESE = re.compile("[一-鿿]")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
-from mingc.text.chinese_numerals import read_cardinal
+from mingc.text.reference.chinese_numerals import read_cardinal
 
 _NUMERAL_RANGES = (
     ("Ⅰ", "Ⅻ"),

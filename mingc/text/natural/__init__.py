@@ -1,0 +1,1 @@
+"""Reads English and Chinese as a person does (`--speech-text natural`)."""

@@ -1,0 +1,1 @@
+"""The rules of the official code (`--speech-text reference`); the goldens pin them."""

@@ -1,0 +1,150 @@
+"""Natural reading of texts: what a person reads aloud, for a whole text and for one that arrives in deltas."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mingc.text.spoken import SpokenText, spoken_pieces
+
+DATA = Path(__file__).parents[1] / "data"
+# Readings by a person who did not write the rules: language, kind, text, and all readings that are right.
+CASES: list[dict[str, Any]] = [
+    json.loads(line) for line in (DATA / "spoken_text.jsonl").read_text(encoding="utf-8").splitlines()
+]
+TEXTS = [case["text"] for case in CASES] + [
+    "10-\n20",
+    "Dr. Smith met J. K. Rowling in the U.S. at 5 a.m. on Jan. 5, e.g. for 3.14 hours.",
+    "Read https://example.com/a.b?c=1,2. Then write to a.b@mail.example.com, please.",
+    "Run ``a `b` c`` now:\n```python\nx = 1. + 2\n```\nand `pip install x`.",
+    'a < b, <speak>c <break time="1s"/> d</speak> and [a link](https://a.example/b) or [1] or [two words].',
+    "今天是2024-05-01，共1,234.5元。第3-5页（约20%）：https://example.com/页。",
+    "Привет, мир. Как дела? 안녕하세요. 반갑습니다. こんにちは。元気ですか。",
+    "one two three " * 40,
+    "一二三四五六七八九十" * 12,
+    "~~~\nx\n~~~\n~5 ~~gone~~ *it* __is__",
+]
+
+
+def plain(text: str) -> str:
+    """`text` in lower case without marks; hyphens and dashes separate words."""
+    text = re.sub("[-–—/]", " ", text.lower())
+    text = " ".join("".join(each for each in text if each.isalnum() or each.isspace()).split())
+    return re.sub(r"(?<=[一-鿿〇]) (?=[一-鿿〇])", "", text)
+
+
+def read(text: str) -> str:
+    return " ".join(spoken_pieces(text, 50, "natural"))
+
+
+def words(pieces: list[str]) -> list[str]:
+    return re.findall(r"[一-鿿]|[^\W一-鿿]+", " ".join(pieces))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case['kind']}-{case['text'][:24]}" for case in CASES])
+def test_a_text_is_read_as_a_person_reads_it(case: dict[str, Any]) -> None:
+    assert plain(read(case["text"])) in [plain(each) for each in case["spoken"]]
+
+
+@st.composite
+def deltas(draw: st.DrawFn) -> list[str]:
+    """A text of several cases in random deltas."""
+    text = draw(st.sampled_from([" ", "\n", "\n\n", "，", ". "])).join(
+        draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=4))
+    )
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, len(text) - 1)), max_size=60)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@given(deltas(), st.sampled_from([0.0, 0.1, 0.5]))
+def test_a_live_text_has_the_words_of_the_whole_text(parts: list[str], seconds: float) -> None:
+    now = 0.0
+    live = SpokenText(50, "natural", is_reproducible=False, clock=lambda: now)
+    pieces = []
+    for part in parts:
+        pieces += [*live.push(part), *live.tick()]
+        now += seconds
+    pieces += live.finish()
+    assert words(pieces) == words(list(spoken_pieces("".join(parts), 50, "natural")))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_arrives_letter_by_letter_has_the_same_pieces(text: str) -> None:
+    live = SpokenText(50, "natural", is_reproducible=True)
+    pieces = [piece for letter in text for piece in live.push(letter)] + list(live.finish())
+    assert pieces == list(spoken_pieces(text, 50, "natural"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Привет, мир. Как у вас дела сегодня? Спасибо, хорошо.",
+        "안녕하세요. 오늘 날씨가 좋네요.",
+        "こんにちは。元気ですか。",
+        "今日は良い天気ですね。散歩に行きましょう。",
+        "مرحبا بالعالم. كيف حالك اليوم؟",
+        "नमस्ते दुनिया। आप कैसे हैं?",
+        "Γειά σου Κόσμε, café naïve Über.",
+    ],
+)
+def test_every_letter_of_any_script_is_spoken_with_its_blanks(text: str) -> None:
+    assert words([read(text)]) == words([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("0", "zero"),
+        ("½", "one half"),
+        ("Line one\nLine two", "Line one. Line two"),
+        ("第一行\n第二行", "第一行。第二行"),
+        ("Before.\n```python\nprint(1)\n```\nAfter.", "Before. After."),
+        ("An open block:\n```\nx = 1", "An open block:"),
+        ("if a < b then", "if a is less than b then"),
+        ("a<b and c>d", "a is less than b and c is greater than d"),
+        ("Use the <name> field", "Use the name field"),
+        ("10-\n20", "ten. twenty"),
+    ],
+)
+def test_pauses_code_and_tags(text: str, spoken: str) -> None:
+    assert read(text) == spoken
+
+
+@pytest.mark.parametrize("text", ["***", "🎉", "```\nx\n```", "<break/>", " \n"])
+def test_a_text_without_words_has_no_piece(text: str) -> None:
+    assert list(spoken_pieces(text, 50, "natural")) == []
+
+
+@pytest.mark.parametrize("text", ["字" * 200, "word " * 200, "7" * 3_000, "a." * 3_000])
+def test_no_piece_is_longer_than_the_limit(text: str) -> None:
+    assert all(len(words([piece])) <= 30 for piece in spoken_pieces(text, 30, "natural"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        each * (32_768 // len(each))
+        for each in ("7", "1:", ".", "<", "[`", "1-", "$1 ", "\n", "a.", "1/", "(555) ", "@a.")
+    ],
+)
+def test_hostile_texts_are_read_in_parts(text: str) -> None:
+    """Patterns see a bounded part of the text; with unbounded ones this takes hours."""
+    assert all(spoken_pieces(text, 50, "natural"))
+
+
+def test_speech_begins_at_a_clause_after_a_wait() -> None:
+    now = 0.0
+    live = SpokenText(50, "natural", is_reproducible=False, clock=lambda: now)
+    assert list(live.push("Well, let me think about it, and ")) == []
+    now = 0.5
+    assert list(live.tick()) == ["Well, let me think about it,"]
+    assert list(live.push("then, after all of that, talk ")) == [], (
+        "only the first segment has a maximum wait"
+    )
+    assert list(live.finish()) == ["and then, after all of that, talk"]
