@@ -27,7 +27,7 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
 )
-from mingc.text.spoken import SpokenText
+from mingc.text.spoken import SpeechText, SpokenText
 
 _AHEAD = 2  # so many segments of a request are generated at a time: the segment that is sent, and the next
 _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before nothing more is read
@@ -45,10 +45,14 @@ class SegmentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechInfo:
-    """What a speech deployment can do. It speaks at most `max_segment_length` units of text as one segment."""
+    """What a speech deployment can do.
+
+    It speaks at most `max_segment_length` units of text as one segment, which was read by the rules `speech_text`.
+    """
 
     service: ServiceInfo
     max_segment_length: int
+    speech_text: SpeechText
 
 
 class RemoteSpeechService:
@@ -74,7 +78,7 @@ class RemoteSpeechService:
 
     def update(self, info: SpeechInfo) -> None:
         """Use these capabilities of the speech deployment for requests that begin from now on."""
-        self._max_segment_length = info.max_segment_length
+        self._max_segment_length, self._speech_text = info.max_segment_length, info.speech_text
         self.info = replace(
             self._text.info,
             sample_rate=info.service.sample_rate,
@@ -115,7 +119,7 @@ class RemoteSpeechService:
     ) -> AsyncGenerator[Event]:
         caption_instruction(params.instructions or "")  # raises before any text is sent
         seed = params.seed if params.seed is not None else text_seed
-        spoken = SpokenText(self._max_segment_length, is_reproducible=seed is not None)
+        spoken = SpokenText(self._max_segment_length, self._speech_text, is_reproducible=seed is not None)
         segments = _Segments(self._speak, params, random_seed() if seed is None else seed)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
@@ -157,7 +161,7 @@ class RemoteSpeechService:
             audio_patches=segments.num_patches,
             audio_seconds=segments.num_samples / self.info.sample_rate,
         )
-        yield replace(end, usage=usage)
+        yield replace(end, usage=usage, has_nothing_to_speak=not segments.num_patches)
 
 
 class _End:

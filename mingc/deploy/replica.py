@@ -204,7 +204,11 @@ class SpeechReplica(Replica):
     async def info(self) -> SpeechInfo:
         """Capabilities of the speech artifact."""
         assert isinstance(self.service, OmniService)
-        return SpeechInfo(service=self.service.info, max_segment_length=self.service.max_segment_length)
+        return SpeechInfo(
+            service=self.service.info,
+            max_segment_length=self.service.max_segment_length,
+            speech_text=self.service.speech_text,
+        )
 
     async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:
         """Events of the speech of one segment of a request."""

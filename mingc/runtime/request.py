@@ -15,6 +15,10 @@ from mingc.prompts.conversation import Message, VideoParams
 FinishReason = Literal["stop", "length"]
 
 
+NOTHING_TO_SPEAK = (
+    "the text has nothing to speak: no letter and no number outside of thoughts, blocks of code and markup"
+)
+
 # Below this, sampling is greedy in effect, and logit differences divided by it exceed the range of float32.
 MIN_TEMPERATURE = 1e-6
 
@@ -133,6 +137,8 @@ class TextDone:
 class Done:
     """Last event of a request.
 
+    `has_nothing_to_speak`: speech was requested, and no word of the answer can be spoken.
+
     `timings_ms`: milliseconds from arrival to named moments: `preprocessing` (a thread takes the request), `prepared`
     (media are decoded, the prompt is tokenized), `encoded`, `prefill` (it begins), `first_token`, `first_segment` (the
     talker gets it), `first_audio`, `text_done`, `done`.
@@ -141,6 +147,7 @@ class Done:
     finish_reason: FinishReason
     usage: Usage
     timings_ms: dict[str, float] = field(default_factory=dict)
+    has_nothing_to_speak: bool = False
 
 
 Event = TextDelta | AudioDelta | TextDone | Done

@@ -28,8 +28,9 @@ from mingc.runtime.request import (
     TextDone,
     Usage,
 )
-from mingc.text.live import LiveSegmenter
-from mingc.text.segment import iter_speech_segments
+from mingc.text.reference.live import LiveSegmenter
+from mingc.text.reference.segment import iter_speech_segments
+from mingc.text.spoken import SpeechText
 
 RATE = 100
 USAGE = Usage(prompt_tokens=3, completion_tokens=5)
@@ -103,8 +104,13 @@ class FakeSpeech:
 SPOKEN = replace(INFO, sample_rate=RATE, voices=("Ann", "Ben"), default_voice="Ben")
 
 
-def service(text: TextService, speech_side: FakeSpeech, max_segment_length: int = 40) -> RemoteSpeechService:
-    info = SpeechInfo(service=SPOKEN, max_segment_length=max_segment_length)
+def service(
+    text: TextService,
+    speech_side: FakeSpeech,
+    max_segment_length: int = 40,
+    speech_text: SpeechText = "natural",
+) -> RemoteSpeechService:
+    info = SpeechInfo(service=SPOKEN, max_segment_length=max_segment_length, speech_text=speech_text)
     return RemoteSpeechService(text, info, speak=speech_side.speak, speech=speech_side.speech)
 
 
@@ -235,7 +241,13 @@ def test_pieces_go_on_where_the_streaming_cut_was() -> None:
     """They are those of the whole text, whose cut has a state (`test_live_segmenter.py`)."""
     text = "，我们买了12个苹果。，，"
     speech_side = FakeSpeech()
-    answer(TextService([text]), speech_side, chat(SpeechParams(seed=1)), max_segment_length=200)
+    answer(
+        TextService([text]),
+        speech_side,
+        chat(SpeechParams(seed=1)),
+        max_segment_length=200,
+        speech_text="reference",
+    )
     segments = [*(live := LiveSegmenter(first_wait_ms=math.inf)).push(text), *live.flush()]
     assert (
         [call.text for call in speech_side.calls]
@@ -248,7 +260,8 @@ def test_an_answer_without_text_is_silent() -> None:
     speech_side = FakeSpeech()
     events = answer(TextService([]), speech_side, chat(SpeechParams(seed=1)))
     assert speech_side.calls == []
-    assert events[-1] == replace(END, usage=replace(USAGE, audio_patches=0, audio_seconds=0.0))
+    usage = replace(USAGE, audio_patches=0, audio_seconds=0.0)
+    assert events[-1] == replace(END, usage=usage, has_nothing_to_speak=True)
 
 
 def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest() -> None:

@@ -47,7 +47,11 @@ class Services:
     fails_at: int | None = None
 
     def remote(self) -> RemoteSpeechService:
-        info = SpeechInfo(service=self.joint.info, max_segment_length=self.joint.max_segment_length)
+        info = SpeechInfo(
+            service=self.joint.info,
+            max_segment_length=self.joint.max_segment_length,
+            speech_text=self.joint.speech_text,
+        )
         return RemoteSpeechService(self.text, info, speak=self.speak, speech=self.joint.speech)
 
     async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:

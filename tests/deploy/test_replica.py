@@ -297,7 +297,7 @@ class Handle:
         return self
 
     async def _info(self) -> SpeechInfo:
-        return SpeechInfo(service=self._speech.info, max_segment_length=50)
+        return SpeechInfo(service=self._speech.info, max_segment_length=50, speech_text="natural")
 
     def _stream(self, method: str, argument: object) -> Events:
         self.calls.append((method, argument))
@@ -478,6 +478,7 @@ class SpeakingService(OmniService):
 
     info = INFO
     max_segment_length = 30  # type: ignore[assignment]
+    speech_text = "reference"  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.spoken: list[tuple[Any, ...]] = []
@@ -507,7 +508,7 @@ def test_a_speech_replica_speaks_a_segment_with_the_noise_of_its_place() -> None
     request = SpeechRequest(request_id="1", text="whole", speech=SpeechParams())
 
     async def run() -> list[Event]:
-        assert await made.info() == SpeechInfo(service=INFO, max_segment_length=30)
+        assert await made.info() == SpeechInfo(service=INFO, max_segment_length=30, speech_text="reference")
         return [event async for event in made.speak(call)] + [event async for event in made.speech(request)]
 
     assert asyncio.run(run()) == [Done(finish_reason="stop", usage=Usage()), TextDelta(text="whole")]

@@ -33,18 +33,18 @@ def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
 ) -> None:
     service = make_service(has_thinker=False)
     (loop,) = service.talkers  # type: ignore[union-attr]
-    segment, add = omni.iter_speech_segments, loop.add
+    segment, add = omni.spoken_pieces, loop.add
     log: list[str] = []
 
-    def logged_segment(text: str, max_length: int) -> Iterator[str]:
+    def logged_segment(*arguments: object) -> Iterator[str]:
         log.append("segment")
-        yield from segment(text, max_length)
+        yield from segment(*arguments)  # type: ignore[arg-type]
 
     def logged_add(*arguments: object) -> None:
         log.append("add")
         add(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(omni, "iter_speech_segments", logged_segment)
+    monkeypatch.setattr(omni, "spoken_pieces", logged_segment)
     monkeypatch.setattr(loop, "add", logged_add)
     requests = [speech_request(f"Number {number}.", max_steps=2) for number in range(4)]
 

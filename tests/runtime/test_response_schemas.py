@@ -107,7 +107,7 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
             chunk({"audio": {"id": "audio-1", "data": "", "expires_at": 99, "transcript": "said"}}),
         ),
         (
-            lambda b: b.chunk(Delta(), done.finish_reason, done.timings_ms),
+            lambda b: b.end_chunk(done),
             {**chunk({}, "length"), "timings_ms": {"done": 9.0}},
         ),
     ):

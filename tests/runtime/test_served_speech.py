@@ -349,6 +349,7 @@ def ask(
             planner=speech.without_voices,
             talkers=TalkerGroup([speech.loop()]),
             max_segment_length=max_segment_length,
+            speech_text="reference",  # as the recorded texts
         )
         service = OmniService(replace(INFO, sample_rate=speech.vae.sample_rate), chat=None, speech=pipeline)
         try:

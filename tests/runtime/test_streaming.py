@@ -160,13 +160,18 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
     async def silent() -> AsyncIterator[Event]:
         yield TextDelta(text="…")
         yield TextDone(finish_reason="stop")
-        yield Done(finish_reason="stop", usage=Usage(prompt_tokens=7, completion_tokens=1))
+        usage = Usage(prompt_tokens=7, completion_tokens=1)
+        yield Done(finish_reason="stop", usage=usage, has_nothing_to_speak=True)
 
     audio = AudioSpec(format="pcm16", sample_rate=RATE)
     client = respond(chat_chunks(silent(), BUILDER, audio), SSE)
     deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
     (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
+    reasons = [chunk["speech_error"]["code"] for chunk in client.objects if "speech_error" in chunk]
+    assert reasons == ["nothing_to_speak"]
+    whole = json.loads(respond(chat_completion(silent(), BUILDER, audio), JSON).body)
+    assert whole["speech_error"]["code"] == "nothing_to_speak"
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:

@@ -98,6 +98,7 @@ def make_service(
             planner=planner,
             talkers=make_talker_group(talkers, slots=slots, max_streams=max_streams, speech_lead=speech_lead),
             max_segment_length=TALKER.max_segment_length,
+            speech_text="natural",
         )
         if has_talker
         else None,

@@ -22,6 +22,7 @@ from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.request import (
+    NOTHING_TO_SPEAK,
     ChatRequest,
     Event,
     MemoryUse,
@@ -43,8 +44,7 @@ from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
-from mingc.text.segment import iter_speech_segments
-from mingc.text.spoken import SpokenText
+from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 
@@ -110,6 +110,11 @@ class OmniService:
     def max_segment_length(self) -> int:
         """Longest piece of text that is spoken as one segment. Raises: RequestError without speech stages."""
         return self._speech_pipeline().max_segment_length
+
+    @property
+    def speech_text(self) -> SpeechText:
+        """The rules by which texts are read. Raises: RequestError without speech stages."""
+        return self._speech_pipeline().speech_text
 
     @property
     def load(self) -> ServiceLoad:
@@ -211,6 +216,7 @@ class OmniService:
         noise: NoiseSource | None = None,
         recorder: Recorder | None = None,
         is_live: bool = False,
+        speech_text: SpeechText | None = None,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
@@ -218,6 +224,7 @@ class OmniService:
             noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
+            speech_text: the rules by which the answer is read; None: the service's.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
@@ -234,7 +241,9 @@ class OmniService:
                         speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
                     )
                     spoken_text = SpokenText(
-                        speech.max_segment_length, is_reproducible=seed is not None or noise is not None
+                        speech.max_segment_length,
+                        speech_text or speech.speech_text,
+                        is_reproducible=seed is not None or noise is not None,
                     )
                 prompt, keys, encoded = await self._offload(
                     lambda: pipeline.prepare(prepare, timings, stream)
@@ -277,9 +286,11 @@ class OmniService:
         *,
         noise: NoiseSource | None = None,
         recorder: Recorder | None = None,
+        speech_text: SpeechText | None = None,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of one text. See `Service`, and `answer` for `noise` and `recorder`."""
-        pieces = iter_speech_segments(request.text, self._speech_pipeline().max_segment_length)
+        """Events of the speech of one text. See `Service`, and `answer` for the other arguments."""
+        speech = self._speech_pipeline()
+        pieces = spoken_pieces(request.text, speech.max_segment_length, speech_text or speech.speech_text)
         return self.speak(pieces, request.speech, noise, is_live=request.is_live, recorder=recorder)
 
     async def speak(
@@ -302,7 +313,7 @@ class OmniService:
                 # One task per request, so early requests speak before later ones are parsed.
                 await self._offload(lambda: speech_stream.enqueue(pieces))
                 if speech_stream.is_finished:
-                    raise RequestError("the text has nothing to speak", param="input")
+                    raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
                 timings.mark("prepared")
                 run = SpeechOutputProcessor(speech_stream, sample_rate=self.info.sample_rate, timings=timings)
                 while not run.is_done:

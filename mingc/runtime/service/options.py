@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, option
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
+from mingc.text.spoken import SPEECH_TEXTS
 
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
 # No machine has so much; the numbers of torch end beyond.
@@ -54,6 +55,11 @@ class EngineOptions:
     speech_lead: int = option(
         3, "--speech-lead", least=0, most=10**6, group="Speech",
         help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
+    )  # fmt: skip
+    speech_text: str = option(
+        "natural", "--speech-text", choices=SPEECH_TEXTS, group="Speech",
+        help="How texts are read: natural reads English and Chinese as a person does, reference follows the rules of "
+        "the official code.",
     )  # fmt: skip
     # 512 MiB: 256 images of 1,024 patches, or 85 clips of 30 s, at the released dims.
     encoder_cache: int = option(

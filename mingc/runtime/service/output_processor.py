@@ -219,6 +219,7 @@ class ChatOutputProcessor:
                 cached_tokens=self._reused_tokens,
             ),
             timings_ms=self._timings.to_dict(),
+            has_nothing_to_speak=self._speech_stream is not None and not self._speech_stream.num_patches,
         )
 
 

@@ -27,6 +27,7 @@ from mingc.runtime.service.output_processor import Timings
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
+from mingc.text.spoken import SpeechText
 
 Encoded = dict[int, list[Future[Tensor]]]  # by `embed_kind`, in the order of `MediaFeatures`
 
@@ -78,6 +79,7 @@ class SpeechPipeline:
     planner: SpeechPlanner
     talkers: TalkerGroup
     max_segment_length: int
+    speech_text: SpeechText
 
 
 async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: torch.device) -> Tensor:

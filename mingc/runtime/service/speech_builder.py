@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -22,6 +23,7 @@ from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import TalkerWorker
+from mingc.text.spoken import SpeechText
 
 
 def build_speech(
@@ -59,6 +61,7 @@ def build_speech(
         ),
         talkers=TalkerGroup(loops),
         max_segment_length=stages.talker.max_segment_length,
+        speech_text=cast(SpeechText, options.speech_text),  # the options have checked it
     )
 
 

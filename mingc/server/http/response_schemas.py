@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mingc.runtime.request import Done, FinishReason, ServiceInfo, Usage
+from mingc.runtime.request import NOTHING_TO_SPEAK, Done, FinishReason, ServiceInfo, Usage
 from mingc.server.state import ServerState, Status
 
 _AUDIO_KEPT_S = 0  # audio is not stored: `expires_at` is the time of creation
@@ -92,6 +92,13 @@ class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
     finish_reason: FinishReason
 
 
+class SpeechError(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Why the requested speech of an answer is missing."""
+
+    code: str
+    message: str
+
+
 class ChatCompletion(
     Struct, tag_field="object", tag="chat.completion", forbid_unknown_fields=True, kw_only=True
 ):
@@ -101,6 +108,7 @@ class ChatCompletion(
     choices: Annotated[list[Choice], Meta(min_length=1)]
     usage: ChatUsage
     timings_ms: dict[str, float]
+    speech_error: SpeechError | UnsetType = UNSET
 
 
 class DeltaAudio(Struct, kw_only=True):
@@ -135,6 +143,7 @@ class ChatChunk(Struct, tag_field="object", tag="chat.completion.chunk", kw_only
     choices: list[ChunkChoice]
     usage: ChatUsage | UnsetType | None = UNSET
     timings_ms: dict[str, float] | UnsetType = UNSET
+    speech_error: SpeechError | UnsetType = UNSET
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
@@ -244,7 +253,13 @@ class ChatResponseBuilder:
             choices=[Choice(index=0, message=message, logprobs=None, finish_reason=done.finish_reason)],
             usage=chat_usage(done.usage),
             timings_ms=done.timings_ms,
+            speech_error=_speech_error(done),
         )
+
+    def end_chunk(self, done: Done) -> ChatChunk:
+        """The finish reason, and why there is no speech."""
+        chunk = self.chunk(Delta(), done.finish_reason, done.timings_ms)
+        return msgspec.structs.replace(chunk, speech_error=_speech_error(done))
 
     def chunk(
         self,
@@ -281,6 +296,12 @@ class ChatResponseBuilder:
     @property
     def _audio_id(self) -> str:
         return "audio-" + self.request_id.removeprefix("chatcmpl-")
+
+
+def _speech_error(done: Done) -> SpeechError | UnsetType:
+    if not done.has_nothing_to_speak:
+        return UNSET
+    return SpeechError(code="nothing_to_speak", message=NOTHING_TO_SPEAK)
 
 
 def _expires_at() -> int:

@@ -110,7 +110,7 @@ async def chat_chunks(
         if isinstance(event, Done):
             if encoder is not None:
                 yield sse(builder.audio_end_chunk("".join(transcript), is_first=not has_audio))
-            yield sse(builder.chunk(Delta(), event.finish_reason, event.timings_ms))
+            yield sse(builder.end_chunk(event))
             if builder.include_usage:
                 yield sse(builder.usage_chunk(event.usage))
             yield SSE_DONE

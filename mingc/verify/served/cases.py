@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,10 @@ class RecordedSpeech:
     guidance: float | None = None
     sigma: float | None = None
     temperature: float | None = None
+
+
+# Recorded requests are read by the rules that never change, so that artifacts of earlier versions still agree.
+SPEECH_TEXT: Final = "reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,9 +22,8 @@ from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
 from mingc.runtime.service.speech_builder import create_speech_planner
 from mingc.runtime.talker.planner import SpeechPlanner
-from mingc.text.segment import iter_speech_segments
-from mingc.text.spoken import SpokenText
-from mingc.verify.served.cases import ServedCase, ServedGoldens, asset_records, write_goldens
+from mingc.text.spoken import SpokenText, spoken_pieces
+from mingc.verify.served.cases import SPEECH_TEXT, ServedCase, ServedGoldens, asset_records, write_goldens
 from mingc.verify.served.conversion import decoded_messages, speech_params
 from mingc.verify.served.requests import Media, chat_cases, speech_cases
 
@@ -103,7 +102,7 @@ class _GoldenWriter:
             names = [voice.name for voice in self._manifest.voices]
             for case in speech_cases(names, min_stop_step=speech.talker.min_stop_step):
                 self.cases.append(case)
-                pieces = iter_speech_segments(case.text, speech.talker.max_segment_length)
+                pieces = spoken_pieces(case.text, speech.talker.max_segment_length, SPEECH_TEXT)
                 self._record_speech(case, planner, speech, pieces)
         if chat is not None and chat.decoder in tokenizers:
             self._record_chats(chat, planner, speech)
@@ -239,6 +238,6 @@ class _GoldenWriter:
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
     """Cut an answer into the pieces that are spoken one by one, if no timeout cuts the first one."""
-    detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, is_reproducible=True)
+    detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, SPEECH_TEXT, is_reproducible=True)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
     return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]

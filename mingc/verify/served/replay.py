@@ -16,7 +16,7 @@ from mingc.runtime.request import Event, Recorder, SamplingParams, SpeechParams,
 from mingc.runtime.service.omni import OmniService
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.recorded_noise import RecordedNoise
-from mingc.verify.served.cases import ServedCase, ServedGoldens
+from mingc.verify.served.cases import SPEECH_TEXT, ServedCase, ServedGoldens
 from mingc.verify.served.comparison import Served, ServedComparison
 from mingc.verify.served.conversion import decoded_messages, speech_params
 
@@ -131,13 +131,14 @@ class ServedReplay:
             request = SpeechRequest(
                 request_id=f"served-{case.name}", text=case.text, speech=speech or SpeechParams()
             )
-            return self._service.speech(request, noise=noise, recorder=recorder)
+            return self._service.speech(request, noise=noise, recorder=recorder, speech_text=SPEECH_TEXT)
         return self._service.answer(
             lambda: self._prepare(case),
             SamplingParams(max_tokens=case.max_tokens),
             speech,
             noise=noise or PhiloxNoise(0),
             recorder=recorder,
+            speech_text=SPEECH_TEXT,
         )
 
     def _prepare(self, case: ServedCase) -> PreparedPrompt:
