@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from mingc.text.live import LiveSegment, LiveSegmenter
 from mingc.text.segment import iter_speech_segments
 from mingc.text.stream_filters import ThoughtFilter
-
-_TICK_S = 0.05  # how often to check whether the first segment has waited long enough
 
 
 class SpokenText:
@@ -20,30 +16,16 @@ class SpokenText:
 
     Args:
         max_length: length of the longest piece, in the units of `iter_speech_segments`.
-        is_reproducible: whether the pieces depend on the text alone; otherwise the first segment has a maximum wait.
-        clock: returns seconds, for this wait.
-
-    Attributes:
-        tick_s: call `tick` after so many seconds without a delta; None: never.
     """
 
-    def __init__(
-        self, max_length: int, *, is_reproducible: bool, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.tick_s = None if is_reproducible else _TICK_S
+    def __init__(self, max_length: int) -> None:
         self._max_length = max_length
         self._thoughts = ThoughtFilter()
-        self._segmenter = (
-            LiveSegmenter(clock, first_wait_ms=math.inf) if is_reproducible else LiveSegmenter(clock)
-        )
+        self._segmenter = LiveSegmenter()
 
     def push(self, delta: str) -> Iterator[str]:
         """The pieces that `delta` completes."""
         return self._pieces(self._segmenter.push(self._thoughts.push(delta)))
-
-    def tick(self) -> Iterator[str]:
-        """The pieces that have waited long enough."""
-        return self._pieces(self._segmenter.tick())
 
     def finish(self) -> Iterator[str]:
         """The remaining pieces, at the end of the answer."""

@@ -232,9 +232,7 @@ class OmniService:
                     speech_stream = self._open_speech_stream(
                         speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
                     )
-                    spoken_text = SpokenText(
-                        speech.max_segment_length, is_reproducible=seed is not None or noise is not None
-                    )
+                    spoken_text = SpokenText(speech.max_segment_length)
                 prompt, keys, encoded = await self._offload(
                     lambda: pipeline.prepare(prepare, timings, stream)
                 )
@@ -259,7 +257,7 @@ class OmniService:
                     prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
                 )
                 while not run.is_done:
-                    for event in run.accept(await stream.get(run.wait_s)):
+                    for event in run.accept(await stream.get()):
                         yield event
                     if run.is_text_done and job is not None:
                         pipeline.loop.cancel(job)  # a stop string ended the answer; the thinker still runs
@@ -305,9 +303,7 @@ class OmniService:
                 timings.mark("prepared")
                 run = SpeechOutputProcessor(speech_stream, sample_rate=self.info.sample_rate, timings=timings)
                 while not run.is_done:
-                    item = await stream.get()
-                    assert item is not None
-                    for event in run.accept(item):
+                    for event in run.accept(await stream.get()):
                         yield event
             finally:
                 speech_stream.close()
