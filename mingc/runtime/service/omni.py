@@ -12,12 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
@@ -189,6 +189,7 @@ class OmniService:
             request.sampling,
             request.speech,
             is_live=request.is_live,
+            is_text=not any(isinstance(part, MediaPart) for each in request.messages for part in each.parts),
         )
 
     def prepare(
@@ -210,6 +211,7 @@ class OmniService:
         noise: NoiseSource | None = None,
         recorder: Recorder | None = None,
         is_live: bool = False,
+        is_text: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
@@ -217,12 +219,15 @@ class OmniService:
             noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
+            is_text: whether the prompt has no media: it is ready in a moment, for which an idle thinker waits.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
         speech = self._speech_pipeline() if speech_params is not None else None
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
-        with self._begin(is_chat=True) as stream:
+        with self._begin(is_chat=True) as stream, ExitStack() as announcement:
+            if is_text:
+                announcement.enter_context(pipeline.loop.announced())
             speech_stream: SpeechStream | None = None
             spoken_text: SpokenText | None = None
             job: int | None = None
@@ -256,6 +261,7 @@ class OmniService:
                 job = pipeline.loop.submit(
                     prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
                 )
+                announcement.close()
                 while not run.is_done:
                     for event in run.accept(await stream.get()):
                         yield event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -95,7 +96,10 @@ class EngineOptions:
         128, least=1, help="Patches that a client may leave unread before its speech pauses."
     )
     num_preprocess_threads: int = option(
-        2, least=1, help="Threads that decode media and prepare prompts; each has a decoder process."
+        max(2, min(8, (os.cpu_count() or 1) // 4)),
+        least=1,
+        shown_default="a quarter of the processors, 2 to 8",
+        help="Threads that decode media and prepare prompts; each has a decoder process.",
     )
     talker_depth: int | None = option(
         None, least=1, shown_default="2 on a GPU, 1 on a CPU", help="Patches in flight at most."
