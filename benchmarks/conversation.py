@@ -167,6 +167,7 @@ class Measurement:
             given.patches,
             image_pixels=given.image_pixels,
             clip_s=given.clip_seconds,
+            segment_patches=given.segment_patches,
             sampling=given.sampling,
         )
         self._num_loads = 0
@@ -379,6 +380,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--sampling", type=sampling_fields, default={}, help="of chats, as JSON; default: greedy"
     )
     parser.add_argument("--patches", type=whole(1), default=30, help="most patches of a speech request")
+    parser.add_argument(
+        "--segment-patches", type=whole(1), default=10, help="most patches of each segment of a spoken answer"
+    )
     parser.add_argument("--image-pixels", type=whole(32, 8192), default=512, help="512: 1,024 patches of 16")
     parser.add_argument("--clip-seconds", type=seconds, default=10.0)
     parser.add_argument(

@@ -41,6 +41,7 @@ class Sizes:
         words: of a prompt.
         tokens: of an answer of text; exact.
         patches: most patches of a speech request.
+        segment_patches: most patches of each segment of a spoken answer; random weights end none earlier.
         image_pixels: width and height of the image.
         clip_s: seconds of the spoken clip.
         is_varied: whether lengths of answers differ from request to request.
@@ -52,6 +53,7 @@ class Sizes:
     patches: int
     image_pixels: int
     clip_s: float
+    segment_patches: int = 10
     is_varied: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
 
@@ -143,7 +145,10 @@ def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
     if workload == "clip":
         sound = {"data": clip_base64(sizes.clip_s, index), "format": "wav"}
         parts = [{"type": "input_audio", "input_audio": sound}]
-        body |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+        body |= {
+            "modalities": ["text", "audio"],
+            "audio": {"format": "pcm16", "max_steps": sizes.segment_patches},
+        }
     return {**body, "messages": [{"role": "user", "content": parts}]}
 
 
