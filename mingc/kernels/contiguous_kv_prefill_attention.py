@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
 from mingc.kernels.dispatch import use_triton
 
 
@@ -55,6 +56,9 @@ def contiguous_kv_prefill_attention(
     k_slots.index_put_((owner, index), rotated[:, heads:])
     v_slots.index_put_((owner, index), packed[:, heads + kv_heads :])
 
+    # Padding reads the slot of the request before it, as in the kernel, so that both compute the same.
+    block = torch.arange(tokens, device=qkv.device) // SLOT_CHUNK_ALIGNMENT * SLOT_CHUNK_ALIGNMENT
+    seen_slots = owner[block]
     row = torch.arange(num_rows, device=qkv.device)
     visible = row <= index.unsqueeze(1)
     if window is not None:
@@ -62,8 +66,8 @@ def contiguous_kv_prefill_attention(
     # Queries that share a KV head go on the sequence axis, so that keys need not be repeated.
     context = F.scaled_dot_product_attention(
         rotated[:, :heads].reshape(tokens, kv_heads, heads // kv_heads, size),
-        k_slots[owner].transpose(1, 2),
-        v_slots[owner].transpose(1, 2),
+        k_slots[seen_slots].transpose(1, 2),
+        v_slots[seen_slots].transpose(1, 2),
         attn_mask=visible[:, None, None, :],
     )
     return context.reshape(tokens, heads * size)
