@@ -129,6 +129,7 @@ class ServeError(MingcError):
             self.status = status
         self.param = param
         self.code = code or self.default_code
+        self.headers: dict[str, str] = {}  # of the response
 
 
 class RequestError(ServeError):

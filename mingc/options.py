@@ -70,6 +70,8 @@ BYTES = Unit(
 GIGABYTES = Unit(
     metavar="SIZE", factors={"TB": 1000, "GB": 1, "MB": 1e-3, "TiB": 2**40 / 1e9, "GiB": 2**30 / 1e9}
 )
+MOST_BYTES = 1 << 44  # 16 TiB: no machine has so much, and clocks and counters work up to there
+MOST_SECONDS = 1000 * 3600
 SECONDS = Unit(metavar="DURATION", factors={"h": 3600, "min": 60, "s": 1, "ms": 1e-3})
 
 
@@ -178,7 +180,9 @@ class Option:
         if value is None or isinstance(value, bool):
             return []
         if isinstance(value, float) and not math.isfinite(value):
-            return [f"{self.label} {self.text(value)}: must be a finite number"]
+            return [
+                f"{self.label} {self.text(value)}: must be a finite number{self.range and ', '}{self.range}"
+            ]
         if self.choices:
             is_good = value in self.choices
         elif isinstance(value, int | float):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 100
 _MAX_NAME = 52  # the first column is not narrowed below this width
+_UNIT_NAMES = {"mb": "MB", "gb": "GB", "gb s": "GB/s", "tb s": "TB/s", "gflop": "GFLOP", "tflop s": "TFLOP/s"}
+_UNITS = re.compile(r"\b(?:[gt]b s|tflop s|gflop|[mg]b)\b")
 
 
 def show(result: object, *, as_json: bool, stream: IO[str] | None = None) -> None:
@@ -224,7 +227,8 @@ def _words(name: str) -> str:
     """Turn a field's name into words. A size is shown with its unit, so its name does not say `bytes`."""
     words = [word for word in name.split("_") if word != "num" or not _is_size(name)]
     has_noun = "size" in words
-    return " ".join("size" if word == "bytes" else word for word in words if word != "bytes" or not has_noun)
+    text = " ".join("size" if word == "bytes" else word for word in words if word != "bytes" or not has_noun)
+    return _UNITS.sub(lambda found: _UNIT_NAMES[found[0]], text)
 
 
 def _is_size(name: str) -> bool:
@@ -232,7 +236,7 @@ def _is_size(name: str) -> bool:
 
 
 def _text(value: object, name: str = "") -> str:
-    """Write the value of the field `name` for people: no quotes, three digits for small or large floats."""
+    """Write the value of the field `name` for people: no quotes, floats with three significant digits."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -240,7 +244,7 @@ def _text(value: object, name: str = "") -> str:
     if isinstance(value, int) and _is_size(name):
         return _size(value)
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e5 else f"{value:.2f}"
+        return f"{value:.0f}" if value == 0 or abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
     if isinstance(value, (str, int, Path)):
         return str(value)
     if isinstance(value, Mapping):

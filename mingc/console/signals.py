@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is gone; nohup has it ignored
 _AGAIN_S = 0.05
 _LONGEST_IMPORT_S = 10.0  # torch takes 1 to 2 s, more from a cold disk
 SIGNAL_DEBOUNCE_S = 1.0  # signals within it are one request: `timeout` signals a process and its group
@@ -25,7 +25,7 @@ SIGNAL_DEBOUNCE_S = 1.0  # signals within it are one request: `timeout` signals 
 
 @contextmanager
 def clean_shutdown() -> Iterator[None]:
-    """Inside the block, SIGINT and SIGTERM kill worker processes and raise KeyboardInterrupt. Main thread only.
+    """Inside the block, SIGINT, SIGTERM and SIGHUP kill worker processes and raise KeyboardInterrupt. Main thread only.
 
     During an import they are deferred to its end, and raised again where a finalizer swallowed the exception. Later
     signals: see `exit_on_later_signal`. A signal that is ignored stays ignored.

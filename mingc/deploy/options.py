@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mingc.media.options import MediaOptions
-from mingc.options import REQUIRED, SECONDS, check, option, options_of, parse, refuse
+from mingc.options import MOST_SECONDS, REQUIRED, SECONDS, check, option, options_of, parse, refuse
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.options import ServeOptions
 
@@ -45,7 +45,7 @@ class DeployOptions:
     )  # fmt: skip
     cache: Path | None = option(None, help="Folder on every node that keeps what was fetched.")
     tp: int | None = option(
-        None, least=1, shown_default="the artifact's",
+        None, least=1, most=1024, shown_default="the artifact's",
         help="Ranks of the thinker. A replica refuses an artifact for another number.",
     )  # fmt: skip
     speech: bool = option(
@@ -62,11 +62,12 @@ class DeployOptions:
     speech_min_replicas: int = option(1, least=1, most=_MOST, help="min_replicas of the second deployment.")
     speech_max_replicas: int = option(1, least=1, most=_MOST, help="max_replicas of the second deployment.")
     target_ongoing_requests: float = option(
-        16.0, above=0, help="Mean number of requests in a replica that autoscaling aims at."
+        16.0, above=0, most=_MOST, help="Mean number of requests in a replica that autoscaling aims at."
     )
     max_ongoing_requests: int = option(
         64,
         least=1,
+        most=_MOST,
         help="Requests that the proxies send to one replica at a time; at most max_concurrent_requests.",
     )
     max_queued_requests: int = option(
@@ -74,13 +75,21 @@ class DeployOptions:
         help="Requests that wait in one proxy before it answers 503; -1: any number.",
     )  # fmt: skip
     upscale_delay_s: float = option(
-        10.0, unit=SECONDS, least=0, help="Time above the target before replicas are added."
+        10.0,
+        unit=SECONDS,
+        least=0,
+        most=MOST_SECONDS,
+        help="Time above the target before replicas are added.",
     )
     downscale_delay_s: float = option(
-        600.0, unit=SECONDS, least=0, help="Time below the target before replicas are removed."
+        600.0,
+        unit=SECONDS,
+        least=0,
+        most=MOST_SECONDS,
+        help="Time below the target before replicas are removed.",
     )
     num_gpus: float | None = option(
-        None, least=0, shown_default="as many as the artifact needs",
+        None, least=0, most=1024, shown_default="as many as the artifact needs",
         help="GPUs of a replica. By default the ranks of a CUDA artifact, 0 for a CPU artifact, `tp` or 1 when the "
         "artifact is fetched or not there yet, and more if `talker_devices` needs them. A fraction lets replicas of "
         "one rank share a GPU.",
@@ -88,21 +97,27 @@ class DeployOptions:
     speech_num_gpus: float | None = option(
         None,
         least=0,
+        most=1024,
         shown_default="as many as the artifact needs",
         help="num_gpus of the second deployment.",
     )
-    num_cpus: float = option(1.0, least=0, help="CPUs that Ray reserves for a replica.")
+    num_cpus: float = option(1.0, least=0, most=10**6, help="CPUs that Ray reserves for a replica.")
     graceful_shutdown_timeout_s: float = option(
-        600.0, unit=SECONDS, least=0, help="Time that running requests of a removed replica may continue."
+        600.0,
+        unit=SECONDS,
+        least=0,
+        most=MOST_SECONDS,
+        help="Time that running requests of a removed replica may continue.",
     )
     health_check_period_s: float = option(
-        2.0, unit=SECONDS, above=0,
+        2.0, unit=SECONDS, above=0, most=MOST_SECONDS,
         help="Time between two health checks of a replica; the third failed check in a row replaces it.",
     )  # fmt: skip
     health_check_timeout_s: float = option(
         30.0,
         unit=SECONDS,
         above=0,
+        most=MOST_SECONDS,
         help="Time after which a health check without an answer counts as failed.",
     )
     max_surge_percent: int = option(

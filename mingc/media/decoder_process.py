@@ -151,7 +151,7 @@ def _data_bytes() -> int:
 def main() -> None:
     config = decode(DecoderConfig, json.loads(sys.argv[1]))
     # A terminal sends these signals to the whole process group; the server decides when its decoders end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Libraries are loaded before memory is limited. The first medium that needs a missing one reports it.
     with contextlib.suppress(ImportError):

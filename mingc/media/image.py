@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +19,7 @@ from PIL import ExifTags, Image
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
-from mingc.media.limits import MediaLimits, undecodable
+from mingc.media.limits import MediaLimits, too_large, undecodable
 from mingc.prompts.features import VisionFeatures
 
 log = logging.getLogger("mingc.preprocess")
@@ -113,13 +114,10 @@ def open_image(data: bytes, where: str) -> Image.Image:
 
 
 def _too_many_pixels(found: str, where: str) -> RequestError:
-    return RequestError(
+    return too_large(
         f"the image is too large to decode: {found}",
-        where=where,
-        fix=f"send at most {_MAX_DECODED_PIXELS} pixels",
-        status=413,
-        param=where,
-        code="media_too_large",
+        where,
+        f"shrink it to about 1024×1024 pixels; at most {_MAX_DECODED_PIXELS} are decoded",
     )
 
 
@@ -264,18 +262,55 @@ def check_grid(
     limits: MediaLimits,
     where: str,
     kind: str,
+    source: tuple[int, int] | None = None,
 ) -> None:
-    """Refuse frames of (height, width) that are larger than the largest engine, or too many for the context."""
+    """Refuse frames of (height, width) that are larger than the largest engine, or too many for the context.
+
+    `source`: (height, width) of an image as it was sent; the error says how large it may be.
+    """
     num_patches = (height // parameters.patch_size) * (width // parameters.patch_size)
-    if num_patches > parameters.max_patches:
-        raise RequestError(
-            f"one {kind} frame has {num_patches} patches after resizing; the limit is {parameters.max_patches}",
-            where=where,
-            fix=f"send at most {parameters.max_patches * parameters.patch_size**2} pixels",
-            param=where,
-        )
     temporal = -(-num_frames // parameters.temporal_patch_size)
-    limits.check_tokens(temporal * num_patches // parameters.merge_size**2, where, kind)
+    per_token = parameters.merge_size**2
+    num_tokens = temporal * num_patches // per_token
+    most = parameters.max_patches
+    if num_patches > most:
+        what = f"one {kind} frame has {num_patches} patches after resizing; the limit is {most}"
+    elif limits.max_tokens is not None and num_tokens > limits.max_tokens:
+        left = max(limits.max_tokens, 0)
+        what = f"the {kind} has {num_tokens} tokens; the context has room for {left} beside the rest"
+    else:
+        return
+    if source is None:
+        raise too_large(what, where, "send a shorter one, or fewer 'video_max_frames' or 'video_max_pixels'")
+    if limits.max_tokens is not None:
+        most = min(most, limits.max_tokens // limits.num_media * per_token)
+    raise too_large(what, where, _fitting(*source, most * parameters.patch_size**2, parameters))
+
+
+def _fitting(height: int, width: int, max_pixels: int, parameters: VisionParameters) -> str:
+    """What to do about an image of (height, width) that may have `max_pixels` for the encoder."""
+    limited = limit_pixels(parameters, max_pixels)
+    try:
+        size = _encoder_size(*loaded_size(height, width, limited, ""), limited, "")
+    except RequestError:
+        size = height, width
+    if math.prod(size) > max_pixels:
+        return "send less text, or fewer or squarer pictures"
+    return (
+        f'send it with at most {size[1]}×{size[0]} pixels, or add "max_pixels": {max_pixels} to its part, or '
+        '"image_max_pixels" to the request, to have it scaled down'
+    )
+
+
+def limit_pixels(parameters: VisionParameters, max_pixels: int | None) -> VisionParameters:
+    """`parameters` with which both resizes scale an image down to `max_pixels`, if they allow more."""
+    if max_pixels is None:
+        return parameters
+    return replace(
+        parameters,
+        load_max_pixels=min(parameters.load_max_pixels, max_pixels),
+        max_pixels=min(parameters.max_pixels, max_pixels),
+    )
 
 
 @lru_cache(maxsize=4)
@@ -336,20 +371,28 @@ def patchify(frames: NDArray[np.uint8], parameters: VisionParameters) -> VisionF
 
 
 def load_image(
-    data: bytes, parameters: VisionParameters, where: str, limits: MediaLimits | None = None
+    data: bytes,
+    parameters: VisionParameters,
+    where: str,
+    limits: MediaLimits | None = None,
+    *,
+    max_pixels: int | None = None,
 ) -> VisionFeatures:
     """Encoded image → patches, with both resizes. `where` names the image in errors.
+
+    `max_pixels`: an image with more is scaled down to so many; None: only as the encoder requires it.
 
     Raises: RequestError when the bytes contain no image, or its memory would exceed `limits`, which is known before
         decoding.
     """
     limits = limits or MediaLimits()
+    parameters = limit_pixels(parameters, max_pixels)
     with open_image(data, where) as image:
         # Turning a picture only exchanges the sides of both sizes. So its EXIF data are not needed yet; Pillow may have
         # to decode the picture for them.
         size = loaded_size(image.height, image.width, parameters, where)
         final = _encoder_size(*size, parameters, where)
-        check_grid(*final, 1, parameters, limits, where, "image")
+        check_grid(*final, 1, parameters, limits, where, "image", (image.height, image.width))
         target = size[1], size[0]
         limits.check_bytes(
             max(_peak_bytes(image, target), 12 * math.prod(size) + 3 * math.prod(final)),

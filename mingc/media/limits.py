@@ -15,10 +15,17 @@ DEFAULT_MEDIA_BYTES = 384 * MIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaLimits:
-    """`max_bytes`: most host memory for decoding and the result. `max_tokens`: of the prompt; None: no limit."""
+    """Limits of one medium.
+
+    Attributes:
+        max_bytes: most host memory for decoding and the result.
+        max_tokens: what the texts and the earlier media of the prompt leave of its context; None: no limit.
+        num_media: this medium and those that follow it, which share the tokens.
+    """
 
     max_bytes: int = DEFAULT_MEDIA_BYTES
     max_tokens: int | None = None
+    num_media: int = 1
 
     def check_bytes(self, num_bytes: int, where: str, what: str) -> None:
         """Raises: RequestError when `what` needs more than the remaining bytes."""
@@ -28,24 +35,14 @@ class MediaLimits:
                 where,
             )
 
-    def check_tokens(self, num_tokens: int, where: str, kind: str) -> None:
-        """Raises: RequestError when the tokens of one medium alone leave no room in the context."""
-        if self.max_tokens is not None and num_tokens >= self.max_tokens:
-            raise RequestError(
-                f"the {kind} has {num_tokens} tokens, the context holds {self.max_tokens} with the answer",
-                where=where,
-                fix="send a smaller or shorter one",
-                param=where,
-                code="context_length_exceeded",
-            )
 
-
-def too_large(what: str, where: str) -> RequestError:
-    """The error for a medium whose memory would exceed the limit."""
+def too_large(what: str, where: str, fix: str | None = None) -> RequestError:
+    """The error for a medium that is too large for memory, the encoder or the context."""
     return RequestError(
         what,
         where=where,
-        fix="send a smaller or shorter one, or have the server started with a larger --max-media-memory",
+        fix=fix
+        or "send a smaller or shorter one, or have the server started with a larger --max-media-memory",
         status=413,
         param=where,
         code="media_too_large",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mingc.media.limits import DEFAULT_MEDIA_BYTES
-from mingc.options import BYTES, SECONDS, check, option
+from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, option
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -15,11 +15,11 @@ class MediaOptions:
     """Limits of decoding, validated on construction."""
 
     max_media_memory: int = option(
-        DEFAULT_MEDIA_BYTES, "--max-media-memory", unit=BYTES, least=1, group="Media",
+        DEFAULT_MEDIA_BYTES, "--max-media-memory", unit=BYTES, least=1, most=MOST_BYTES, group="Media",
         help="Host memory for decoding the media of one request, in each of the decoder processes.",
     )  # fmt: skip
     media_decode_timeout_s: float = option(
-        DEFAULT_TIMEOUT_S, "--media-decode-timeout", unit=SECONDS, above=0, group="Media",
+        DEFAULT_TIMEOUT_S, "--media-decode-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group="Media",
         help="Time for decoding one image, clip or video.",
     )  # fmt: skip
 

@@ -52,8 +52,9 @@ def write_html(report: ProbeReport, path: Path) -> None:
 def page(report: ProbeReport) -> str:
     """Write the HTML document."""
     template = resources.files("mingc.probe").joinpath("report.html").read_text(encoding="utf-8")
-    figures = json.dumps(_finite(encode(report)), indent=1, allow_nan=False)
-    return template.replace(_MARK, html.escape(figures))
+    figures = json.dumps(_finite(encode(report)), indent=1, allow_nan=False, ensure_ascii=False)
+    # A file name that is not UTF-8 has lone surrogates, which no browser can show.
+    return template.replace(_MARK, html.escape(figures.encode(errors="replace").decode()))
 
 
 def _finite(value: Any) -> Any:

@@ -5,24 +5,37 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, Message, TextPart, VideoParams
-from mingc.prompts.features import Features
+from mingc.prompts.conversation import MediaPart, Message, ToolCall, VideoParams
+from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
 
-_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT"}
+_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
+
+_BLOCK_TOKENS = 3  # start and end of an image or clip, and its newline
 
 _Parameters = TypeVar("_Parameters", AudioParameters, VisionParameters)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Left:
+    """What the media of a prompt may still take, and how many share it."""
+
+    num_bytes: int
+    num_tokens: int
+    num_media: int
 
 
 class ChatProcessor:
@@ -49,6 +62,7 @@ class ChatProcessor:
         decoder: MediaDecoder | None = None,
         cached_characters: int = 0,
     ) -> None:
+        self._tokenizer = tokenizer
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
         self._decoder = decoder
         self._role_start, self._role_end, self._turn_end = map(
@@ -74,44 +88,80 @@ class ChatProcessor:
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
-        System messages at any place are joined by newlines. Media stand where their parts stand, whatever the text
-        says; the reference drops one medium for each literal tag of its kind (`<image>`).
+        System messages at any place are joined by newlines. Earlier calls of tools and their results stand as the
+        released template writes them; its block of tools is not written. Media stand where their parts stand, whatever
+        the text says; the reference drops one medium for each literal tag of its kind (`<image>`).
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
         check_messages(messages)
         self._check_length(messages)
-        video = video or VideoParams()
+        left = _Left(
+            num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
+            num_tokens=0,
+            num_media=sum(isinstance(part, MediaPart) for message in messages for part in message.parts),
+        )
+        if left.num_media:
+            num_text = len(self._write(messages, thinking, lambda part: None).ids)
+            left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
+        return self._finish(
+            self._write(messages, thinking, lambda part: self._features(part, video or VideoParams(), left))
+        )
+
+    def _write(
+        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Features | None]
+    ) -> PromptWriter:
+        """Write all texts, and the media that `decode` does not leave out."""
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
-        left = 0 if self._decoder is None else self._decoder.max_bytes
         writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
         writer.text(text + suffix)
         writer.token(self._turn_end)
-        for message in messages:
-            if message.role == "system":
-                continue
-            self._write_role(writer, _ROLES[message.role])
-            for part in message.parts:
-                if isinstance(part, TextPart):
+        turns = [message for message in messages if message.role != "system"]
+        for index, message in enumerate(turns):
+            is_result = message.role == "tool"
+            if not (is_result and index and turns[index - 1].role == "tool"):
+                self._write_role(writer, _ROLES[message.role])
+            if is_result:
+                self._write_tagged(writer, "\n", "tool_response", message.text)
+            for place, part in enumerate(() if is_result else message.parts):
+                if isinstance(part, ToolCall):
+                    name = json.dumps(part.name, ensure_ascii=False)
+                    call = f'{{"name": {name}, "arguments": {part.arguments}}}'
+                    self._write_tagged(writer, "\n" if place else "", "tool_call", call)
+                elif isinstance(part, MediaPart):
+                    if (features := decode(part)) is not None:
+                        writer.media(features)
+                else:
                     writer.text(part.text)
-                    continue
-                features = self._features(part, video, left)
-                left -= features.num_bytes
-                writer.media(features)
-            writer.token(self._turn_end)
+            if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
+                writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
         writer.close()
-        return self._finish(writer)
+        return writer
 
     def _write_role(self, writer: PromptWriter, role: str) -> None:
         writer.token(self._role_start)
         writer.text(role)
         writer.token(self._role_end)
 
-    def _features(self, part: MediaPart, video: VideoParams, max_bytes: int) -> Features:
+    def _write_tagged(self, writer: PromptWriter, before: str, tag: str, text: str) -> None:
+        """Write `text` between the special tokens of `tag`."""
+        writer.text(before)
+        writer.token(self._tokenizer.token_id(f"<{tag}>"))
+        writer.text(f"\n{text}\n")
+        writer.token(self._tokenizer.token_id(f"</{tag}>"))
+
+    def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
+        features = self._decode(part, video, left)
+        left.num_bytes -= features.num_bytes
+        left.num_tokens -= _num_tokens(features, self.merge_size)
+        left.num_media -= 1
+        return features
+
+    def _decode(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
         if not isinstance(part.data, str | bytes | memoryview):
             return part.data
         assert not isinstance(part.data, str), "the server loads references"
@@ -122,8 +172,10 @@ class ChatProcessor:
             vision=None if is_audio else _require_encoder(self._vision, part),
             audio=_require_encoder(self._audio, part) if is_audio else None,
             video=video,
-            max_bytes=max_bytes,
-            max_tokens=self._max_tokens,
+            max_pixels=part.max_pixels,
+            max_bytes=left.num_bytes,
+            max_tokens=left.num_tokens,
+            num_media=left.num_media,
         )
         if self._decoder is None:
             raise RequestError(
@@ -133,7 +185,9 @@ class ChatProcessor:
 
     def _check_length(self, messages: Sequence[Message]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
-        num_characters = sum(len(message.text) for message in messages)
+        num_characters = sum(
+            part.size for message in messages for part in message.parts if not isinstance(part, MediaPart)
+        )
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
@@ -160,6 +214,13 @@ class ChatProcessor:
             spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)
         )
         return PreparedPrompt(tokens=prompt, media=media)
+
+
+def _num_tokens(features: Features, merge_size: int) -> int:
+    if isinstance(features, AudioFeatures):
+        return features.num_tokens
+    vision = features.vision if isinstance(features, VideoFeatures) else features
+    return vision.num_tokens(merge_size)
 
 
 def _too_long(found: str, max_tokens: int) -> RequestError:
@@ -190,11 +251,10 @@ def check_messages(messages: Sequence[Message]) -> None:
     def refuse(what: str, where: str, fix: str) -> RequestError:
         return RequestError(what, where=where, fix=fix, param=where)
 
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
+    if not messages:
+        raise refuse("the conversation has no message", "messages", "send at least one")
+    for message in messages:
         media = [part for part in message.parts if isinstance(part, MediaPart)]
-        if message.role not in ("system", *_ROLES):
-            raise refuse(f"unknown role {message.role!r}", f"{where}.role", "use system, user or assistant")
         if media and message.role != "user":
             what = f"{message.role} messages are text only, this one has {media[0].kind} input"
             raise refuse(what, media[0].where, "put the media into a user message")
@@ -202,9 +262,3 @@ def check_messages(messages: Sequence[Message]) -> None:
         if len(videos) > 1:
             what = f"one message has {len(videos)} videos"
             raise refuse(what, videos[1].where, "send one video per message")
-    conversation = [index for index, message in enumerate(messages) if message.role != "system"]
-    if not conversation:
-        raise refuse("the conversation has no user message", "messages", "end it with a user message")
-    if messages[conversation[-1]].role != "user":
-        where = f"messages[{conversation[-1]}].role"
-        raise refuse("the last message is the assistant's", where, "end the conversation with a user message")

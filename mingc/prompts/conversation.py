@@ -7,7 +7,7 @@ from typing import Literal
 
 from mingc.prompts.features import Features
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 MediaKind = Literal["image", "audio", "video"]
 
 
@@ -30,12 +30,14 @@ class MediaPart:
             `MediaDecoder` decodes; or features.
         where: names the part in error messages (`messages[0].content[1].image_url.url`).
         is_base64: whether a string is the data itself, with or without a `data:` prefix.
+        max_pixels: an image with more is scaled down to so many; None: only as the model requires it.
     """
 
     kind: MediaKind
     data: str | bytes | memoryview | Features
     where: str
     is_base64: bool = False
+    max_pixels: int | None = None
 
     @property
     def size(self) -> int:
@@ -44,11 +46,27 @@ class MediaPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call that an earlier answer made. `arguments`: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+    @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.name) + len(self.arguments)
+
+
+Part = TextPart | MediaPart | ToolCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation. A message with empty content has no parts."""
+    """One message of a conversation. A message with empty content has no parts. A `tool` message is a call's result."""
 
     role: Role
-    parts: tuple[TextPart | MediaPart, ...]
+    parts: tuple[Part, ...]
 
     @property
     def text(self) -> str:

@@ -18,7 +18,9 @@ class MediaTask:
         where: names the medium in errors.
         max_bytes: most host memory for decoding and for the result.
         vision, audio: parameters of the encoder for `kind`; the other one is None.
-        max_tokens: most tokens of the prompt; None: no limit.
+        max_pixels: an image with more is scaled down to so many; None: only as the encoder requires it.
+        max_tokens: most tokens of the medium; None: no limit.
+        num_media: this medium and those that follow it, which share the tokens.
     """
 
     kind: MediaKind
@@ -27,7 +29,9 @@ class MediaTask:
     vision: VisionParameters | None = None
     audio: AudioParameters | None = None
     video: VideoParams = field(default_factory=VideoParams)
+    max_pixels: int | None = None
     max_tokens: int | None = None
+    num_media: int = 1
 
 
 class MediaDecoder(Protocol):

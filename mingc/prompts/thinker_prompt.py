@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,16 @@ class ThinkerPrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    def followed_by(self, answer: Sequence[int]) -> ThinkerPrompt:
+        """This prompt with generated tokens behind it."""
+        positions = np.arange(self.num_tokens, self.num_tokens + len(answer)) + self.rope_delta
+        return replace(
+            self,
+            input_ids=np.concatenate([self.input_ids, np.array(answer, np.int64)]),
+            positions=np.concatenate([self.positions, np.tile(positions, (3, 1))], axis=1),
+            embed_kind=np.concatenate([self.embed_kind, np.full(len(answer), WORD, np.int64)]),
+        )
 
     @property
     def media_rows(self) -> NDArray[np.int64]:

@@ -54,23 +54,25 @@ class PagePool:
         """Pages needed for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def has_room(self, num_tokens: int, keys: Sequence[bytes] = ()) -> bool:
-        """Whether `allocate` would succeed now."""
-        if self.pages_for(num_tokens) - len(keys) > self.num_free:
-            return False  # however many are shared; saves the search, as the head of the queue asks at every step
+    def has_room(self, num_tokens: int, keys: Sequence[bytes] = (), *, spare: int = 0) -> bool:
+        """Whether `allocate` would succeed now and leave `spare` pages free."""
+        if self.pages_for(num_tokens) + spare - len(keys) > self.num_free:
+            return False  # however many are shared; saves the search, as waiting requests ask at every step
         shared = self._find(keys)
         # Shared pages without an owner count as free now, and would not then.
         num_left = self.num_free - sum(page in self._idle for page in shared)
-        return self.pages_for(num_tokens) - len(shared) <= num_left
+        return self.pages_for(num_tokens) + spare - len(shared) <= num_left
 
-    def allocate(self, owner: int, num_tokens: int, keys: Sequence[bytes] = ()) -> int | None:
+    def allocate(
+        self, owner: int, num_tokens: int, keys: Sequence[bytes] = (), *, spare: int = 0
+    ) -> int | None:
         """Allocate pages for `num_tokens` tokens to `owner`, which must have none.
 
         Its first pages are the published pages of the leading `keys`, up to the first key without a page. Returns their
-        number; None, without any change, if too few pages are free.
+        number; None, without any change, if fewer than `spare` pages would be left free.
         """
         assert owner not in self._owned, f"request {owner} already has pages"
-        if not self.has_room(num_tokens, keys):
+        if not self.has_room(num_tokens, keys, spare=spare):
             return None
         shared = self._find(keys)
         for page in shared:
@@ -87,8 +89,9 @@ class PagePool:
         if missing > self.num_free:
             return False
         if missing > 0:
-            pages = self._owned.setdefault(owner, pages)
-            pages.extend(self._take() for _ in range(missing))
+            self._owned.setdefault(owner, pages)
+            for _ in range(missing):
+                pages.append(self._free.pop() if self._free else self._evict())
         return True
 
     def share(self, owner: int, keys: Sequence[bytes], first: int) -> int:
@@ -173,10 +176,8 @@ class PagePool:
         self._idle.pop(page, None)
         self._num_owners[page] = self._num_owners.get(page, 0) + 1
 
-    def _take(self) -> int:
-        """A page to write to: without content, or else the least recently used published one."""
-        if self._free:
-            return self._free.pop()
+    def _evict(self) -> int:
+        """The least recently used page of the published ones without an owner."""
         page, _ = self._idle.popitem(last=False)
         del self._published[self._keys.pop(page)]
         self.num_evicted += 1

@@ -208,9 +208,10 @@ class ServiceLoad:
     the thinker and the requests whose next speech segment waits for the talker (`num_waiting`, by engine), pages in the
     prefix cache, also while in use (`cached_pages`), bytes of cached embeddings (`encoder_cache_bytes`), and live
     speech by state (`listeners`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
-    (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), images, videos and
-    clips that were encoded (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after
-    their playback time (`num_underruns`). `memory` was allocated at start.
+    (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), how often a
+    chat lost its pages to an older one (`num_preempted`), images, videos and clips that were encoded
+    (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after their playback time
+    (`num_underruns`). `memory` was allocated at start.
     """
 
     kv_pages_used: int = 0
@@ -218,6 +219,7 @@ class ServiceLoad:
     num_waiting: Mapping[str, int] = field(default_factory=dict)
     prefilled_tokens: int = 0
     reused_tokens: int = 0
+    num_preempted: int = 0
     cached_pages: int = 0
     evicted_pages: int = 0
     encoder_hits: int = 0

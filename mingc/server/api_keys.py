@@ -33,11 +33,18 @@ class ApiKeys:
             environment: where MINGC_API_KEYS may hold keys, separated by commas; None: this process's.
 
         Raises:
-            ConfigError: if the file cannot be read or holds no key.
+            ConfigError: if the file cannot be read or holds no key; without a file, if the variable is set and holds no
+                key.
         """
         self._file = file
-        value = (os.environ if environment is None else environment).get(VARIABLE, "")
-        self._fixed = _digests(value.split(","))
+        value = (os.environ if environment is None else environment).get(VARIABLE)
+        self._fixed = _digests((value or "").replace("\n", ",").split(","))
+        if file is None and value is not None and not self._fixed:
+            raise ConfigError(
+                f"{VARIABLE} is set and holds no key, which would let everyone in",
+                where=VARIABLE,
+                fix="put keys into it, or unset it to serve without keys",
+            )
         self._checked_at = time.monotonic()
         self._version: tuple[int, int, int] | None = None
         self._from_file: tuple[bytes, ...] = ()
@@ -80,8 +87,8 @@ class ApiKeys:
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if version == self._version:
             return False
-        lines = file.read_text(encoding="utf-8").splitlines()
-        keys = _digests(line for line in lines if not line.startswith("#"))
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # editors of Windows begin with a mark
+        keys = _digests(line for line in lines if not line.strip().startswith("#"))
         if not keys:
             raise ValueError("the file holds no key")
         self._from_file, self._version = keys, version
@@ -111,18 +118,21 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys.is_required and scope["path"] not in self._open_paths:
             try:
-                self._check(Headers(scope=scope).get("authorization", ""))
+                key = self._check(Headers(scope=scope).get("authorization", ""))
             except RequestError as error:
                 await self._answer(Request(scope), error)(scope, receive, send)
                 return
+            scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
 
-    def _check(self, header: str) -> None:
+    def _check(self, header: str) -> bytes:
+        """The hash of the key. Raises: RequestError (401)."""
         scheme, _, key = header.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _Unauthorized("You did not provide an API key: send 'Authorization: Bearer KEY'.")
         if not self._keys.accepts(key):
             raise _Unauthorized("Incorrect API key provided.")
+        return _digests([key])[0]
 
 
 class _Unauthorized(RequestError):

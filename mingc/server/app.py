@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mingc.errors import MingcError, RequestError, ServeError
+from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
 from mingc.server.error_objects import encode_error, public_error
@@ -44,6 +44,12 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
     state = ServerState(service=service, options=options)
     keys = keys or ApiKeys(options.api_key_file)
+    if not keys.is_required and state.key_limits.limits:
+        raise ConfigError(
+            "limits of API keys, but there are none",
+            where=", ".join(state.key_limits.limits),
+            fix=f"pass --api-key-file or set {VARIABLE}",
+        )
     if not keys.is_required and not _is_loopback(options.host):
         log.warning(
             "anyone who can reach %s can use this server: set %s or pass --api-key-file",
@@ -122,7 +128,10 @@ def _cors(options: ServeOptions) -> list[Middleware]:
             CORSMiddleware,
             allow_origins=options.cors_origins,
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # clients add headers of their own, such as the x-stainless-… ones of OpenAI's; an origin that may call may
+            # send any
+            allow_headers=["*"],
+            allow_private_network=True,
             expose_headers=["x-request-id", "retry-after"],
         )
     ]
@@ -149,7 +158,7 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
         error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
     known = public_error(error)
     status = known.status if isinstance(known, ServeError) else 500
-    if status == 503:
+    if status in (429, 503):
         headers["Retry-After"] = str(options.retry_after_s)
     elif status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, known)

@@ -1,18 +1,23 @@
 """TCP connections of the server: accepting, their number, and timeouts.
 
-uvicorn parses HTTP and runs the app. This module adds a time limit on request headers and on clients that do not read,
-a limit on connections that keeps `/health` reachable, a pause in accepting when descriptors run out (asyncio's own loop
-would repeat `accept` and its log line without a pause), and JSON errors for data that is not HTTP.
+uvicorn parses HTTP by h11 and runs the app. This module adds rules of RFC 9112 that h11 leaves to servers, a time limit
+on request headers and on clients to which nothing can be delivered, a limit on connections that keeps `/health`
+reachable, a pause in accepting when descriptors run out (asyncio's own loop would repeat `accept` and its log line
+without a pause), and JSON errors for data that is not HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
 import logging
+import re
 import resource
 import socket
 import sys
+import termios
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +45,8 @@ _ACCEPTS = 16  # connections accepted before other work of the event loop
 # Bytes read from one connection before others are served: with asyncio's 256 KiB, 64 uploads delay a probe by a second.
 # Fewer connections share the bytes that 64 may read in one pass of the event loop, so a body takes fewer passes.
 _READ_BYTES = 16 * 1024
+_MAX_HEAD_BYTES = 16 * 1024  # request line and headers
+_ABSOLUTE = re.compile(rb"https?://(?:[^/?#]*@)?([^/?#]*)", re.IGNORECASE)
 _LARGEST_READ_BYTES = 256 * 1024
 _PASS_BYTES = 64 * _READ_BYTES
 _ACCEPT_PAUSE_S = 0.1
@@ -134,6 +141,45 @@ class ConnectionTable:
         self.metrics.connections_closed.labels(reason).inc()
 
 
+class _Parser(h11.Connection):
+    """h11's parser of requests, with rules of RFC 9112 that it leaves to servers."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        return _checked(event) if isinstance(event, h11.Request) else event
+
+
+def _checked(request: h11.Request) -> h11.Request:
+    """Refuse a request that is too large or whose body has no certain end; return it in origin form.
+
+    Raises: h11.RemoteProtocolError.
+    """
+    if len(request.target) > _MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError(
+            f"the path is longer than {_MAX_HEAD_BYTES} bytes", error_status_hint=414
+        )
+    # h11 limits only what is incomplete; a head that arrives at once may be larger
+    size = len(request.method) + len(request.target) + sum(len(n) + len(v) + 4 for n, v in request.headers)
+    if size > _MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError(
+            f"request line and headers are larger than {_MAX_HEAD_BYTES} bytes", error_status_hint=431
+        )
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
+        # RFC 9112 §6.1: a proxy may have seen another end of the body
+        raise h11.RemoteProtocolError("send either Content-Length or, in HTTP/1.1, Transfer-Encoding")
+    if (found := _ABSOLUTE.match(request.target)) is None:
+        return request
+    path = request.target[found.end() :]  # RFC 9112 §3.2.2
+    if not path.startswith(b"/"):
+        path = b"*" if request.method == b"OPTIONS" and not path else b"/" + path
+    headers = [(b"host", found[1]), *((n, v) for n, v in request.headers if n != b"host")]
+    return h11.Request(method=request.method, target=path, headers=headers, http_version=request.http_version)
+
+
 class HttpConnection(H11Protocol):
     """uvicorn's connection, known to a `ConnectionTable`. A probe connection is closed after one response."""
 
@@ -147,6 +193,7 @@ class HttpConnection(H11Protocol):
         is_probe: bool,
     ) -> None:
         super().__init__(config, server_state, {**app_state, "is_probe": is_probe})
+        self.conn = _Parser()
         self._table = table
         self._is_probe = is_probe
         self._is_aborted = False
@@ -193,18 +240,29 @@ class HttpConnection(H11Protocol):
             self.cycle.keep_alive = False
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
-    def blocked_s(self, now: float) -> float:
-        """Seconds since the client last read while data was pending.
+    def _should_upgrade(self) -> bool:
+        return False  # RFC 9110 §7.8: a server may ignore it; uvicorn would log two warnings
 
-        Nothing is added to a full or closing connection's buffer, so it shrinks exactly when the client reads.
+    def blocked_s(self, now: float) -> float:
+        """Seconds in which nothing could be delivered to the client while data was pending.
+
+        Nothing is added to a full or closing connection's buffer. It shrinks only when much has been delivered (on
+        Linux a third of what the kernel holds), so what the kernel has sent without an acknowledgement counts too.
         """
         if self.transport is None or not (self.flow.write_paused or self.transport.is_closing()):
             self._unsent = 0
             return 0.0
-        unsent = self.transport.get_write_buffer_size()
+        unsent = self.transport.get_write_buffer_size() + self._unacknowledged()
         if not self._unsent or unsent < self._unsent:
             self._unsent, self._unsent_since = max(unsent, 1), now
         return now - self._unsent_since
+
+    def _unacknowledged(self) -> int:
+        """Bytes in the kernel's send buffer; 0 where the system does not tell."""
+        count = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):  # closed
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+        return int.from_bytes(count, sys.byteorder)
 
     def abort(self) -> None:
         """Close, and drop buffered data."""
@@ -231,7 +289,8 @@ class HttpConnection(H11Protocol):
         """uvicorn calls this while it handles h11's error, which has the status (431 for headers too large)."""
         error = sys.exc_info()[1]
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
-        self._send_error(RequestError(f"{msg[:-1]}: {error}.", status=status, code="invalid_http"))
+        why = f"request line and headers are larger than {_MAX_HEAD_BYTES} bytes" if status == 431 else error
+        self._send_error(RequestError(f"{msg[:-1]}: {why}.", status=status, code="invalid_http"))
         self.transport.close()
 
     def _send_error(self, error: RequestError) -> None:

@@ -79,7 +79,7 @@ def _print_url(url: str) -> None:
 def serve(
     app: Starlette, listener: socket.socket | None = None, *, announce: Callable[[str], None] = _print_url
 ) -> bool:
-    """Serve until SIGTERM or SIGINT, then shut down in order; see `serve_async`. Sets a shorter switch interval."""
+    """Serve until a signal, then shut down in order; see `serve_async`. Sets a shorter switch interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -97,11 +97,12 @@ async def serve_async(
 ) -> bool:
     """Listen and serve inside a running event loop, until a signal or `stop`.
 
-    After a first SIGTERM `/ready` answers 503, and requests are served for the drain time of the options, so that
-    proxies can send theirs elsewhere. Then, and at once after SIGINT, the port is closed, and the service with the
-    shutdown timeout of the options; streams that are aborted get an error event. A second signal stops at once, unless
-    it follows so soon that it counts as the first. A failure that the service reports (`on_failure`) ends the server
-    like a first SIGINT. In any case `service.close` is called last, with a timeout of 0.
+    After a first SIGTERM, or SIGHUP unless it is ignored (nohup), `/ready` answers 503, and requests are served for the
+    drain time of the options, so that proxies can send theirs elsewhere. Then, and at once after SIGINT, the port is
+    closed, and the service with the shutdown timeout of the options; streams that are aborted get an error event. A
+    second signal stops at once, unless it follows so soon that it counts as the first. A failure that the service
+    reports (`on_failure`) ends the server like a first SIGINT. In any case `service.close` is called last, with a
+    timeout of 0.
 
     Args:
         app: from `create_app`.
@@ -176,7 +177,11 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
     loop = asyncio.get_running_loop()
     state = server.state
     draining: asyncio.TimerHandle | None = None
-    before = {number: signal.getsignal(number) for number in signals.SIGNALS}
+    before = {
+        number: handler
+        for number in signals.SIGNALS
+        if (handler := signal.getsignal(number)) != signal.SIG_IGN or number != signal.SIGHUP
+    }
     first: float | None = None
 
     def stop(number: signal.Signals) -> None:
@@ -187,14 +192,14 @@ def _stop_signals(server: _Server, serving: asyncio.Task[None]) -> Iterator[None
         if server.should_exit or draining is not None:
             server.force_exit = True
             serving.cancel()
-        elif number == signal.SIGTERM and state.options.drain_s > 0:
+        elif number != signal.SIGINT and state.options.drain_s > 0:
             state.is_draining = True
             log.info("draining: requests are served for %g s, then the port is closed", state.options.drain_s)
             draining = loop.call_later(state.options.drain_s, server.exit)
             return
         server.should_exit = True
 
-    for number in signals.SIGNALS:
+    for number in before:
         loop.add_signal_handler(number, stop, number)
     try:
         yield

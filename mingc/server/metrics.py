@@ -49,6 +49,10 @@ _ENGINE_COUNTERS = {
         "prefix_cache_hit_tokens",
         "Prompt tokens that were not computed, because the prefix cache held their KV pages.",
     ),
+    "num_preempted": (
+        "preemptions",
+        "Chats that lost their KV pages to older ones and were prefilled again with their answer so far.",
+    ),
     "evicted_pages": ("prefix_cache_evicted_pages", "KV pages of the prefix cache given to other requests."),
     "encoder_hits": (
         "encoder_cache_hits",
@@ -102,7 +106,7 @@ class Metrics:
         )
         self._kv_cache_usage = self._gauge(
             "kv_cache_usage_ratio",
-            "Share of the thinker's KV pages in use, 0 to 1; a chat reserves pages for its prompt and max_tokens.",
+            "Share of the thinker's KV pages in use, 0 to 1; the pages of a chat grow with its answer.",
         )
         self._listeners = self._gauge(
             "num_listeners",

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingc.options import BYTES, SECONDS, check, option
+from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, option, options_of
 
 _ORIGIN = re.compile(r"https?://[^/\s]+")
 ANY_PUBLIC_HOST = "*"  # entry of `allow_media_hosts`
@@ -41,44 +41,76 @@ class ServeOptions:
         help="Let pages of this origin call the server; may be given several times; `*`: all.",
     )  # fmt: skip
     max_concurrent_requests: int = option(
-        256, "--max-concurrent-requests", least=1, group=_LIMITS,
+        256, "--max-concurrent-requests", least=1, most=10**6, group=_LIMITS,
         help="Chat and speech requests inside the server (read, queued or generated) before a 503.",
     )  # fmt: skip
     max_connections: int | None = option(
-        None, "--max-connections", least=1, group=_LIMITS, shown_default="by `ulimit -n`, at most 4096",
+        None, "--max-connections", least=1, most=1 << 20, group=_LIMITS, shown_default="by `ulimit -n`, at most 4096",
         help="Open connections; a further one closes the connection that has been idle longest.",
     )  # fmt: skip
     max_body_bytes: int = option(
-        128 << 20, "--max-body-bytes", unit=BYTES, least=1, group=_LIMITS, help="Largest request body."
+        128 << 20,
+        "--max-body-bytes",
+        unit=BYTES,
+        least=1,
+        most=MOST_BYTES,
+        group=_LIMITS,
+        help="Largest request body.",
     )
     max_total_body_bytes: int = option(
-        512 << 20, "--max-total-body-bytes", unit=BYTES, least=1, group=_LIMITS,
+        512 << 20, "--max-total-body-bytes", unit=BYTES, least=1, most=MOST_BYTES, group=_LIMITS,
         help="Bodies and media of all requests together before a 503.",
     )  # fmt: skip
     max_speech_characters: int = option(
-        32_768, "--max-speech-characters", least=1, group=_LIMITS, help="Longest `input` of a speech request."
+        32_768,
+        "--max-speech-characters",
+        least=1,
+        most=10**7,
+        group=_LIMITS,
+        help="Longest `input` of a speech request.",
     )
     max_instructions_characters: int = option(
-        1000, least=1, help="Longest `instructions` of a speech request."
+        1000, least=1, most=10**6, help="Longest `instructions` of a speech request."
     )
+    key_max_requests: int | None = option(
+        None, "--key-max-requests", least=1, most=10**6, group=_LIMITS, shown_default="no limit",
+        help="Requests that each API key may have in flight before a 429.",
+    )  # fmt: skip
+    key_max_tokens: int | None = option(
+        None, "--key-max-tokens", least=1, most=10**9, group=_LIMITS, shown_default="no limit",
+        help="Tokens of the chats that each API key may have in flight: `max_tokens`, and one for 4 bytes of text in "
+        "the prompt.",
+    )  # fmt: skip
+    key_max_audio_seconds: int | None = option(
+        None, "--key-max-audio-seconds", least=1, most=10**9, group=_LIMITS, shown_default="no limit",
+        help="Speech that each API key may have in flight, at 0.08 s for a byte of text; a token of `max_tokens` "
+        "counts as 4 bytes.",
+    )  # fmt: skip
     header_timeout_s: float = option(
-        10.0, "--header-timeout", unit=SECONDS, above=0, group=_TIMES,
+        10.0, "--header-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group=_TIMES,
         help="Time for the headers of a request, from the connection or the end of the previous response.",
     )  # fmt: skip
     body_timeout_s: float = option(
-        60.0, "--body-timeout", unit=SECONDS, above=0, group=_TIMES, help="Time for the body of a request."
+        60.0,
+        "--body-timeout",
+        unit=SECONDS,
+        above=0,
+        most=MOST_SECONDS,
+        group=_TIMES,
+        help="Time for the body of a request.",
     )
     body_idle_timeout_s: float = option(
         15.0,
         "--body-idle-timeout",
         unit=SECONDS,
         above=0,
+        most=MOST_SECONDS,
         group=_TIMES,
         help="Time between two parts of a body.",
     )
     write_timeout_s: float = option(
-        60.0, "--write-timeout", unit=SECONDS, above=0, group=_TIMES,
-        help="Time that a client may go without reading its response.",
+        60.0, "--write-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group=_TIMES,
+        help="Time in which nothing of a response can be delivered to its client, before the connection is closed.",
     )  # fmt: skip
     allow_media_hosts: tuple[str, ...] = option(
         (), "--allow-media-host", repeats=True, metavar="HOST[:PORT]", group=_MEDIA,
@@ -89,20 +121,26 @@ class ServeOptions:
         None, "--media-root", group=_MEDIA, help="Read local media under this folder."
     )
     max_media_bytes: int = option(
-        96 << 20, "--max-media-bytes", unit=BYTES, least=1, group=_MEDIA,
+        96 << 20, "--max-media-bytes", unit=BYTES, least=1, most=MOST_BYTES, group=_MEDIA,
         help="Total size of the media files of one request.",
     )  # fmt: skip
+    max_image_pixels: int | None = option(
+        None, "--max-image-pixels", least=1, most=1 << 30, group=_MEDIA, shown_default="as the model requires it",
+        help="Scale images down to so many pixels; a request may ask for fewer.",
+    )  # fmt: skip
     media_timeout_s: float = option(
-        30.0, "--media-timeout", unit=SECONDS, above=0, group=_MEDIA,
+        30.0, "--media-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group=_MEDIA,
         help="Time to fetch one media URL, redirects included.",
     )  # fmt: skip
-    retry_after_s: int = option(1, unit=SECONDS, least=0, help="`Retry-After` header of a 503.")
+    retry_after_s: int = option(
+        1, unit=SECONDS, least=0, most=MOST_SECONDS, help="`Retry-After` header of a 429 or 503."
+    )
     drain_s: float = option(
-        2.0, "--drain-seconds", unit=SECONDS, least=0, group=_END,
+        2.0, "--drain-seconds", unit=SECONDS, least=0, most=MOST_SECONDS, group=_END,
         help="Time that the port stays open after SIGTERM, while /ready answers 503 and requests are served.",
     )  # fmt: skip
     shutdown_timeout_s: float = option(
-        5.0, "--shutdown-timeout", unit=SECONDS, least=0, group=_END,
+        5.0, "--shutdown-timeout", unit=SECONDS, least=0, most=MOST_SECONDS, group=_END,
         help="Time that running requests may continue after the port is closed or a rank is lost.",
     )  # fmt: skip
 
@@ -114,9 +152,11 @@ class ServeOptions:
         if self.media_root is not None and not self.media_root.is_dir():
             problems.append(f"--media-root {self.media_root}: is not a folder")
         if self.max_total_body_bytes < self.max_body_bytes:
+            one, all_ = BYTES.text(self.max_body_bytes), BYTES.text(self.max_total_body_bytes)
             problems.append(
-                f"--max-total-body-bytes {BYTES.text(self.max_total_body_bytes)}: is below --max-body-bytes "
-                f"{BYTES.text(self.max_body_bytes)}"
+                f"--max-total-body-bytes {all_}: is below --max-body-bytes {one}"
+                if self.max_body_bytes == options_of(ServeOptions)["max_body_bytes"].default
+                else f"--max-body-bytes {one}: is above --max-total-body-bytes {all_}; raise that as well"
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mingc.errors import CapacityError
 from mingc.runtime.request import Service
+from mingc.server.key_limits import KeyLimits
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 
@@ -26,9 +27,13 @@ class ServerState:
     service: Service
     options: ServeOptions
     metrics: Metrics = field(default_factory=Metrics)
+    key_limits: KeyLimits = field(init=False)
     num_running: int = field(default=0, init=False)
     is_draining: bool = field(default=False, init=False)
     is_stopping: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.key_limits = KeyLimits(self.options)
 
     @property
     def status(self) -> Status:

@@ -206,7 +206,7 @@ def test_an_artifact_of_several_targets_or_backends_is_refused(
         ),
         (["serve", "x", "--cors-origin", "example.org"], "--cors-origin example.org: is not"),
         (["serve", "x", "--api-key-file", "nowhere.txt", "--port", "0"], "no API keys in nowhere.txt"),
-        (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs 0: must be at least 1"),
+        (["serve", "x", "--max-speech-seqs", "0"], "--max-speech-seqs 0: must be from 1 to 10000"),
         (["serve", "x", "--media-root", ""], "--media-root: the path is empty"),
         (["export", "x", "--output", "y", "--no-cache", "--cache", "z"], "--cache and --no-cache contradict"),
         (["synth", "x", "--config", "nowhere"], "nowhere holds no config.json"),

@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import uvicorn
 from fake_service import FakeService
 from server_thread import run_server
+from uvicorn.server import ServerState as UvicornState
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.request import ServiceLoad
@@ -559,6 +562,58 @@ def test_bodies_that_arrive_together_are_refused_at_once_or_served() -> None:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("target", ["http://a:8000", "HTTP://b", "https://u:p@c.example"])
+@pytest.mark.parametrize(
+    "upgrade", ["", "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n"]
+)
+def test_absolute_targets_and_offers_of_http2_are_answered(
+    target: str, upgrade: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RFC 9112 §3.2.2 and RFC 9110 §7.8, twice on one connection, as Java's HttpClient does."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+    head = HEAD.replace(" /", f" {target}/") + f"{upgrade}content-length: {len(body)}\r\n\r\n"
+    with server() as (url, _), connect(url) as connection:
+        for _ in range(2):
+            connection.sendall(head.encode() + body)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, b"You said: Hi" in answer.read()) == (200, True)
+        connection.sendall(f"OPTIONS {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404 "), "the target is *"
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_client_that_is_answered_slowly_is_not_late() -> None:
+    """Late is a client to which nothing was delivered, though its bytes have not left the server's own buffer."""
+    times = [0.0]
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        client.connect(listener.getsockname())
+
+        async def main() -> None:
+            table = ConnectionTable(options=ServeOptions(write_timeout_s=60), metrics=Metrics(), limit=4)
+            config = uvicorn.Config(lambda: None, log_config=None)
+            made = HttpConnection(table, config, UvicornState(), {}, is_probe=False)
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: made, accepted)
+            made.transport.write(b"x" * (16 << 20))
+            assert made.flow.write_paused
+            for _ in range(8):  # 8 × 50 s, and a little is read in each
+                assert made.blocked_s(times[0]) < 60
+                received = 0
+                while received < 32768:
+                    received += len(await asyncio.to_thread(client.recv, 4096))
+                times[0] += 50
+            assert made.blocked_s(times[0]) < 60
+            times[0] += 61  # and now nothing
+            assert made.blocked_s(times[0]) >= 60
+            made.abort()
+
+        asyncio.run(main())
+
+
 def test_a_refused_body_is_not_read() -> None:
     with server() as (url, _), connect(url) as connection:
         connection.sendall(
@@ -594,6 +649,13 @@ def test_media_of_a_running_request_are_charged() -> None:
         (b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", 501),
         (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000, 431),
+        (b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 16_384 + b"\r\n\r\n", 431),
+        (b"GET /" + b"y" * 16_384 + b" HTTP/1.1\r\nhost: a\r\n\r\n", 414),
+        (
+            b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.0\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import json
 import logging
 import os
 import socket
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_service import INFO
 
 from mingc.errors import ConfigError, RequestError
 from mingc.prompts.conversation import MediaKind, MediaPart, Message, TextPart
-from mingc.server.http.media import MediaLoader, is_public
+from mingc.server.http.media import MediaLoader
+from mingc.server.http.parsing import parse_chat
+from mingc.server.http.public_addresses import is_public
 from mingc.server.options import ServeOptions
 
 PARAM = "messages[0].content[0].image_url.url"
@@ -205,13 +209,29 @@ def test_data_urls_and_base64() -> None:
     assert read("\n".join([data[:4], data[4:], ""]), kind="audio", is_base64=True) == b"\x89PNG data"
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:binary/octet-stream;base64,{}", "data:undefined;base64,{}", "data:image/gif;base64,{}",
+        "data:text/plain;charset=utf-8;base64,{}", "data:audio/x-wav; base64,{}", " data:;base64,{}",
+        "\n data:video/mp4;base64, {} ", "data:;base64,\n{}\n",
+    ],
+)  # fmt: skip
+def test_a_data_url_is_decoded_whatever_its_type_says(url: str, size: int) -> None:
+    data = (bytes(range(256)) * 400)[:size]
+    source = url.format(base64.b64encode(data).decode())
+    body = json.dumps({"messages": [{"role": "user", "content": ""}], "videos": [source]})
+    (message,) = parse_chat(body.encode(), INFO, ServeOptions()).messages
+    (loaded,) = asyncio.run(MediaLoader(ServeOptions()).load([message]))
+    assert [part.data for part in loaded.parts if isinstance(part, MediaPart)] == [data]
+
+
 @pytest.mark.parametrize(
     ("source", "code"),
     [
         ("data:image/png,abc", "invalid_data_url"),
         ("data:image/png;base64", "invalid_data_url"),
-        ("data:audio/wav;base64,YWJj", "invalid_data_url"),
-        ("data:text/html;base64,YWJj", "invalid_data_url"),
         ("data:image/png;base64,", "empty_media"),
         ("data:image/png;base64,Y", "invalid_base64"),
         ("data:image/png;base64,Y*Jj", "invalid_base64"),
@@ -453,7 +473,36 @@ NOT_PUBLIC = [
     "64:ff9b::a9fe:a9fe",
     "2002:7f00:1::",
     "2001:0:7f00:1::",
+    "fec0::1",
+    "64:ff9b:1::a00:1",
+    "::127.0.0.1",
+    "5f00::1",
+    "3fff::1",
 ]
+# By hand from the registries: the first and last address of blocks, and their neighbours.
+SPECIAL = """
+    0.255.255.255 10.0.0.0 10.255.255.255 100.64.0.0 100.127.255.255 127.255.255.255 169.254.255.255 172.16.0.0
+    172.31.255.255 192.0.0.1 192.0.0.9 192.0.0.255 192.0.2.1 192.31.196.1 192.52.193.1 192.88.99.1 192.168.255.255
+    192.175.48.1 198.18.0.0 198.19.255.255 198.51.100.1 203.0.113.255 239.255.255.255 240.0.0.1 254.1.1.1 ::2
+    ::8.8.8.8 ::ffff:8.8.8.8 ::ffff:0:808:808 64:ff9b::808:808 64:ff9b:1:ffff::1 100::1 100:0:0:1::1 200::1
+    1fff:ffff::1 2001::1 2001:1::1 2001:1::3 2001:2::1 2001:3::1 2001:4:112::1 2001:10::1 2001:20::1 2001:30::1
+    2001:1ff:ffff::1 2001:db8::1 2001:db8:ffff::1 2001:1000::1 2001:6000::1 2001:c000::1 2002:808:808::1
+    2003:4000::1 2420::1 2620:4f:8000::1 2620:200::1 2640::1 2a20::1 2d00::1 3000::1 3ffe::1 3fff:fff:ffff::1
+    3fff:1000::1 4000::1 8000::1 fbff::1 fdff::1 fe80::1%1 febf::1 feff::1 ff0e::1 ffff::1
+"""
+ALLOCATED = """
+    1.1.1.1 8.8.8.8 9.255.255.255 11.0.0.0 100.63.255.255 100.128.0.0 126.0.0.1 128.0.0.1 168.63.129.15 169.253.1.1
+    172.15.255.255 172.32.0.0 192.0.1.1 192.0.3.1 192.167.1.1 192.169.1.1 198.17.255.255 198.20.0.0 203.0.114.1
+    223.255.255.255 2001:200::1 2001:4860:4860::8888 2001:bff::1 2001:da8::1 2001:db7::1 2001:db9::1 2001:fff::1
+    2001:5fff::1 2001:bfff::1 2003::1 2003:3fff::1 2400:cb00::1 2410::1 241f:ffff::1
+    2606:2800:220:1:248:1893:25c8:1946 2610::1 2620:fe::fe 2620:4f:8001::1 2630::1 263f::1 2800::1 2a00:1450:4001::1
+    2a10::1 2a1f::1 2c0f:fb50::1
+"""
+
+
+def test_public_is_what_the_registries_allocate_for_global_unicast() -> None:
+    assert [address for address in ALLOCATED.split() if not is_public(address)] == []
+    assert [address for address in NOT_PUBLIC + SPECIAL.split() if is_public(address)] == []
 
 
 def test_any_public_host_can_be_allowed(network: Network, server: SiteServer) -> None:
@@ -463,8 +512,6 @@ def test_any_public_host_can_be_allowed(network: Network, server: SiteServer) ->
     assert network.connects == [(PUBLIC, 80)]
     ((_, headers),) = server.seen
     assert {name.lower(): value for name, value in headers.items()}["host"] == "cdn.example"
-    assert is_public("2606:2800:220:1:248:1893:25c8:1946")
-    assert is_public("::ffff:8.8.8.8") and is_public("8.8.8.8")
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)

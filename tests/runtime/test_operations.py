@@ -252,7 +252,26 @@ def test_keys_that_cannot_be_read_stop_the_start(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no API keys in") as caught:
             ApiKeys(tmp_path / name, {})
         assert caught.value.where == "--api-key-file"
-    assert not ApiKeys(None, {"MINGC_API_KEYS": " , "}).is_required
+    for value in ("", " , ", "\n"):
+        with pytest.raises(ConfigError, match="MINGC_API_KEYS is set and holds no key"):
+            ApiKeys(None, {"MINGC_API_KEYS": value})
+    assert not ApiKeys(None, {}).is_required
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xef\xbb\xbfone\r\n\r\n two \r\n", b"\n\none\n\t\n  # no\ntwo", b"\xef\xbb\xbf# no\none\rtwo"],
+)
+def test_key_files_of_every_editor_are_read(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    keys = ApiKeys(tmp_path / "keys", {"MINGC_API_KEYS": ""})
+    assert [keys.accepts(key) for key in ("one", "two", "# no", "\ufeffone", "")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_server_open_to_all_is_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -297,10 +316,16 @@ def test_cors_for_one_origin(tmp_path: Path) -> None:
         preflight = {
             "origin": "https://app.example",
             "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization,content-type",
+            # what openai-node sends in a browser
+            "access-control-request-headers": "authorization,content-type,x-stainless-arch,x-stainless-helper-method,"
+            "x-stainless-lang,x-stainless-os,x-stainless-package-version,x-stainless-retry-count,x-stainless-runtime,"
+            "x-stainless-runtime-version,x-stainless-timeout",
+            "access-control-request-private-network": "true",
         }
         answer = http.options(CHAT, headers=preflight)  # carries no key: browsers send none
         assert answer.status_code == 200
+        allowed = answer.headers["access-control-allow-headers"].replace(" ", "").split(",")
+        assert {*preflight["access-control-request-headers"].split(",")} <= {*allowed}
         assert answer.headers["access-control-allow-origin"] == "https://app.example"
         other = http.options(CHAT, headers={**preflight, "origin": "https://evil.example"})
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers

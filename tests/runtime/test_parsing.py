@@ -13,20 +13,16 @@ from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.audio import speech_create_params
-from openai.types.chat import (
-    ChatCompletionAssistantMessageParam,
-    ChatCompletionMessage,
-    completion_create_params,
-)
 from openai.types.chat import chat_completion_content_part_image_param as image_param
+from openai.types.chat import completion_create_params
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, TextPart, VideoParams
+from mingc.prompts.conversation import MediaPart, Part, TextPart, ToolCall, VideoParams
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, AssistantMessage
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
 from mingc.server.options import ServeOptions
 
 OPTIONS = ServeOptions()
@@ -79,6 +75,70 @@ def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
     assert chat(top_k=-1).sampling.top_k == 0, "off"
     for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
         assert not chat(stream=True, stream_options=options).include_usage
+
+
+TEXT = (TextPart(text="a"),)
+HISTORIES: list[tuple[dict[str, Any], tuple[Part, ...]]] = [
+    ({"role": "user", "content": "a", "id": "m1", "timestamp": 1.5, "name": "Ann", "metadata": {"x": [1]}}, TEXT),
+    ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, TEXT),
+    ({"role": "assistant", "content": "a", "reasoning": "b", "reasoning_details": [{"type": "x"}],
+      "reasoning_content": "b", "thinking_blocks": [{}], "provider_specific_fields": {}, "annotations": [],
+      "refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": "Bot"}, TEXT),
+    ({"role": "assistant", "content": "a", "audio": {"id": "audio-1"}}, TEXT),
+    ({"role": "assistant", "content": "a", "audio": {"id": "x", "data": "AA==", "expires_at": 9, "transcript": "b"}},
+     TEXT),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "a"}]}, TEXT),
+    ({"role": "assistant", "content": None, "refusal": "a"}, TEXT),
+    ({"role": "assistant", "content": [{"type": "thinking", "thinking": "b", "signature": "c"},
+                                       {"type": "redacted_thinking", "data": "d"}, {"type": "reasoning"},
+                                       {"type": "text", "text": "a"}]}, TEXT),
+    ({"role": "assistant", "content": None}, ()),
+    ({"role": "assistant"}, ()),
+    ({"role": "assistant", "content": []}, ()),
+    ({"role": "tool", "content": "a", "tool_call_id": "call_1"}, TEXT),
+    ({"role": "tool", "content": [{"type": "text", "text": "a"}], "tool_call_id": "call_1", "name": "f"}, TEXT),
+    ({"role": "tool", "content": []}, ()),
+    ({"role": "function", "content": "a", "name": "f"}, TEXT),
+    ({"role": "assistant", "content": "a", "tool_calls": [
+        {"id": "call_1", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"b":1}'}}]},
+     (*TEXT, ToolCall(name="f", arguments='{"b":1}'))),
+    ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {"b": "ü"}}},
+     (ToolCall(name="f", arguments='{"b": "ü"}'),)),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}, {"function": {"name": "g"}}]},
+     (ToolCall(name="f", arguments="{}"), ToolCall(name="g", arguments="{}"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "parts"), HISTORIES, ids=lambda value: str(value)[:60])
+def test_a_history_may_have_what_servers_and_libraries_put_into_it(
+    message: dict[str, Any], parts: tuple[Part, ...]
+) -> None:
+    assert chat(messages=[*HELLO, message, *HELLO]).messages[1].parts == parts
+
+
+@pytest.mark.parametrize(
+    ("url", "part", "body", "server", "limit"),
+    [
+        ({}, {}, {}, None, None),
+        ({"detail": "high"}, {}, {}, None, None),
+        ({"detail": "low"}, {}, {}, None, 512 * 512),
+        ({"detail": "low", "max_pixels": 4096.0}, {}, {}, None, 4096),
+        ({}, {"max_pixels": 9000}, {}, None, 9000),
+        ({"detail": "low"}, {"max_pixels": 10**6}, {}, None, 512 * 512),
+        ({}, {}, {"image_max_pixels": 8000}, None, 8000),
+        ({"detail": "low"}, {}, {"image_max_pixels": 8000}, 7000, 7000),
+        ({"detail": "high"}, {}, {"image_max_pixels": 10**9}, 7000, 7000),
+    ],
+)
+def test_the_smallest_limit_of_an_image_counts(
+    url: dict[str, Any], part: dict[str, Any], body: dict[str, Any], server: int | None, limit: int | None
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "a", **url}, "uuid": "b", **part}
+    sent = {"messages": [{"role": "user", "content": [image, CLIP]}], "images": ["c"], **body}
+    parsed = parse_chat(encode(sent), INFO, ServeOptions(max_image_pixels=server))
+    of_all = min((each for each in (body.get("image_max_pixels"), server) if each), default=None)
+    limits = [each.max_pixels for each in parsed.messages[0].parts if isinstance(each, MediaPart)]
+    assert limits == [of_all, limit, None]
 
 
 def test_fields_of_vllm_are_served_or_request_nothing() -> None:
@@ -194,8 +254,6 @@ def test_every_field_of_the_openai_client_is_known() -> None:
     }
     assert {*sent} <= {*CHAT_BODY.__struct_fields__}
     assert {*get_type_hints(speech_create_params.SpeechCreateParams)} <= {*SPEECH_BODY.__struct_fields__}
-    answer = {*ChatCompletionMessage.model_fields} | {*get_type_hints(ChatCompletionAssistantMessageParam)}
-    assert answer - {"role"} <= {*AssistantMessage.__struct_fields__}
 
 
 @pytest.mark.parametrize("detail", get_args(get_type_hints(image_param.ImageURL)["detail"]))
@@ -205,8 +263,10 @@ def test_every_detail_of_the_openai_client_is_accepted(detail: str) -> None:
     assert [part.data for part in message.parts if isinstance(part, MediaPart)] == ["a.png"]
 
 
-@pytest.mark.parametrize("name", ["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"])
-def test_clips_of_every_container_are_accepted(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["wav", "mp3", "mpeg", "x-wav", "wave", "WAV", "x-flac", "webm;codecs=opus", "vnd.wave", "", None]
+)
+def test_clips_of_every_container_are_accepted(name: str | None) -> None:
     clip = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": name}}
     (message,) = chat(messages=[{"role": "user", "content": [clip]}]).messages
     assert [type(part) for part in message.parts] == [MediaPart]
@@ -257,10 +317,10 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": ["Hello"]}, "messages[0]", "an object"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "robot"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content", "Missing"),
+    ({"messages": [{"role": "tool", "content": [IMAGE]}]}, "messages[0].content[0]", "text only"),
     ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role", "a string"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
-    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "Missing"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "a string or an array"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "no parts"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages[0].content[0].text",
@@ -272,14 +332,17 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
      "Missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
      "messages[0].content[0].image_url", "an object"),
-    ({"messages": [{"role": "user", "content": [{**CLIP, "input_audio": {"data": "A", "format": "?"}}]}]},
-     "messages[0].content[0].input_audio.format", "wav"),
+    ({"messages": [{"role": "user", "content": [{**CLIP, "input_audio": {"data": "A", "format": 3}}]}]},
+     "messages[0].content[0].input_audio.format", "a string"),
+    ({"messages": [{"role": "user", "content": [{**IMAGE, "max_pixels": 0}]}]},
+     "messages[0].content[0].max_pixels", "between 1"),
+    ({"image_max_pixels": 1.5}, "image_max_pixels", "an integer"),
     ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages[0].content[0]", "text only"),
-    ({"messages": [{"role": "user", "content": "x", "contnet": "y"}]}, "messages[0].contnet", "'content'"),
     ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio", "not kept"),
-    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tool"),
-    ({"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]},
-     "messages[0].function_call", "tool"),
+    ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+     "messages[0].tool_calls[0].function", "Missing"),
+    ({"messages": [{"role": "assistant", "content": "a", "function_call": {}}]},
+     "messages[0].function_call.name", "Missing"),
     ({"messages": [{"role": "system", "content": "x"}], "images": ["a"]}, "images[0]", "none"),
     ({"images": "a.png"}, "images", "an array"),
     ({"images": [1]}, "images[0]", "a string"),
@@ -533,6 +596,20 @@ def test_more_media_than_any_request_needs_are_refused_before_they_are_all_read(
     assert caught.value.code == code
 
 
+@pytest.mark.parametrize(
+    ("count", "says"), [(1000, None), (5000, "at most 1024 items"), (20_000, "16384 media")]
+)
+def test_many_small_pictures_are_counted_as_media(count: int, says: str | None) -> None:
+    url = "data:image/png;base64," + "QUJD" * 2500
+    raw = encode({"messages": HELLO, "images": [url.replace("/", "\\/")] * count}).replace(b"\\\\", b"\\")
+    if says is None:
+        images = parse_chat(raw, INFO, OPTIONS).messages[0].parts[:count]
+        assert {image.data for image in images if isinstance(image, MediaPart)} == {url}
+        return
+    with pytest.raises(RequestError, match=says):
+        parse_chat(raw, INFO, OPTIONS)
+
+
 @pytest.mark.parametrize("name", ["a`b", "x - at `$.model`", "a.b[0]", "k" * 1_000_000])
 def test_an_unknown_key_of_any_form_is_named(name: str) -> None:
     with pytest.raises(RequestError, match="Unknown parameter") as caught:
@@ -686,7 +763,8 @@ def test_every_field_is_served_refused_or_ignored() -> None:
     served = {
         "model", "messages", "images", "audios", "videos", "modalities", "audio", "stream", "stream_options",
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
-        "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "video_fps",
+        "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
+        "video_fps",
         "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from mingc.server.http.routes import (
     handle_speech,
 )
 from mingc.server.http.streaming import ResponseWriter
+from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
@@ -272,6 +274,15 @@ def test_bodies_of_other_types_are_refused(kind: bytes) -> None:
     assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "zstd", "br", "gzip, identity"])
+def test_compressed_bodies_are_refused_by_name(coding: str) -> None:
+    client = Client(headers=((b"content-type", b"application/json"), (b"content-encoding", coding.encode())))
+    error = refused(make_state(), client)
+    assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
+    assert f'Content-Encoding "{coding}"' in error.message
+    assert error.headers == {"Accept-Encoding": "identity"}
+
+
 def test_large_bodies_count_towards_the_budget_of_all_requests() -> None:
     """Neither two at once, nor one that grows without a length."""
     state = make_state(max_body_bytes=300_000, max_total_body_bytes=400_000)
@@ -444,7 +455,7 @@ def test_a_body_is_freed_while_its_request_is_answered() -> None:
     memory = np.frombuffer(bytearray(b'{"a": 1}'), np.uint8)
     is_held = weakref.ref(memory)
     with BodyBudget(1 << 20, Metrics()).charge() as charge:
-        body = RequestBody(charge=charge, raw=memory.data)
+        body = RequestBody(charge=charge, key=KeyUse({}, Counter(), Counter()), raw=memory.data)
         del memory
         taken = body.take()
         assert taken == b'{"a": 1}'

@@ -446,13 +446,14 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         return {
             name: float(value)
             for name, value in lines
-            if any(part in name for part in ("_prefi", "underruns", "encoder_cache"))
+            if any(part in name for part in ("_prefi", "preempt", "underruns", "encoder_cache"))
             and "_created" not in name
         }
 
     first = ServiceLoad(
         prefilled_tokens=40,
         reused_tokens=24,
+        num_preempted=1,
         cached_pages=5,
         evicted_pages=2,
         num_underruns=3,
@@ -466,6 +467,7 @@ def test_counters_of_the_engines_follow_their_load() -> None:
     expected = {
         "mingc_prefilled_tokens_total": 40,
         "mingc_prefix_cache_hit_tokens_total": 24,
+        "mingc_preemptions_total": 1,
         "mingc_prefix_cache_evicted_pages_total": 2,
         "mingc_prefix_cache_pages": 5,
         "mingc_speech_underruns_total": 3,
@@ -479,6 +481,7 @@ def test_counters_of_the_engines_follow_their_load() -> None:
     assert rendered(later) == {
         "mingc_prefilled_tokens_total": 50,
         "mingc_prefix_cache_hit_tokens_total": 24,
+        "mingc_preemptions_total": 1,
         "mingc_prefix_cache_evicted_pages_total": 3,
         "mingc_prefix_cache_pages": 1,
         "mingc_speech_underruns_total": 3,

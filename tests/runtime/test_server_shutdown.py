@@ -68,7 +68,7 @@ def test_a_finished_request_is_not_counted_as_cancelled() -> None:
         assert "mingc_requests_cancelled_total{" not in client.get("/metrics").text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_sends_an_error_to_running_streams_and_ends_the_process(number: signal.Signals) -> None:
     with (
         child(shutdown_timeout_s=0.3) as (process, url),

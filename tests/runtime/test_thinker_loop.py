@@ -35,12 +35,21 @@ FAILING_ID, NAN_ID = 501, 502
 
 
 def ask(
-    loop: ThinkerLoop, request: ThinkerPrompt, *, seed: int = 5, is_recorded: bool = False, **params: Any
+    loop: ThinkerLoop,
+    request: ThinkerPrompt,
+    *,
+    seed: int = 5,
+    is_recorded: bool = False,
+    is_cached: bool = False,
+    **params: Any,
 ) -> Collector:
     collector = Collector()
     sampling = SamplingParams(**{"max_tokens": 9, **params})
     recorder = collector.recorder if is_recorded else None
-    collector.job = loop.submit(request, sampling, seed, collector.put, recorder=recorder)  # type: ignore[attr-defined]
+    keys = loop.page_keys(request) if is_cached else None
+    collector.job = loop.submit(  # type: ignore[attr-defined]
+        request, sampling, seed, collector.put, keys=keys, recorder=recorder
+    )
     return collector
 
 
@@ -300,9 +309,9 @@ def test_no_step_looks_up_the_token_of_an_answer_that_is_not_finite() -> None:
 
 
 def test_the_queue_is_bounded(started: Callable[[ThinkerLoop], ThinkerLoop], make_loop: MakeLoop) -> None:
-    loop = make_loop(max_running=1, max_waiting=2)  # not started: nothing leaves the queue
-    ask(loop, PROMPTS[0])
-    ask(loop, PROMPTS[0])
+    loop = make_loop(max_running=1, max_waiting=2)  # not started: nothing leaves the queue but what can run
+    for _ in range(3):
+        ask(loop, PROMPTS[0])
     with pytest.raises(CapacityError):
         ask(loop, PROMPTS[0])
     with pytest.raises(RequestError, match="context"):
@@ -600,6 +609,70 @@ def test_requests_that_end_in_any_way_free_everything(is_static: bool) -> None:
     assert finishes.count("stop") >= 1 and finishes.count("length") >= 1
     assert [len(each.items) for each in asked[-3:-1]] == [1, 1], "one error each"
     assert loop.held == before
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["no prefix cache", "prefix cache"])
+@pytest.mark.parametrize(
+    "way", ["host samples", "device samples", "shared chunks", "two batches", "layer groups"]
+)
+def test_preempted_answers_go_on_as_if_they_had_never_stopped(way: str, is_cached: bool) -> None:
+    """Same tokens, logits and cached tokens as alone, where there is room for less than half of the answers."""
+    options: dict[str, Any] = {
+        "host samples": {"is_static": False},
+        "device samples": {"is_static": True},
+        "shared chunks": {"is_static": True, "max_prompts": 4},
+        "two batches": {"is_static": True, "two_batch_overlap": True},
+        "layer groups": {"is_static": True, "max_prompts": 4, "prefill_policy": slow_chunks()},
+    }[way]
+    num_layers = 5 if way == "layer groups" else 1
+    stage = make_thinker_stage(max_prompts=options.get("max_prompts", 1), num_layers=num_layers)
+    if is_cached:
+        options["prefix_salt"] = b"model"
+    rules: list[dict[str, Any]] = [
+        {"max_tokens": 90},
+        {"max_tokens": 70, "temperature": 0.9, "repetition_penalty": 1.3},
+        {"max_tokens": 60, "temperature": 1.2, "top_p": 0.8, "min_tokens": 50},
+        {"max_tokens": 80, "repetition_penalty": 1e6},
+        {"max_tokens": 40, "temperature": 0.7, "top_k": 9},
+        {"max_tokens": 100, "temperature": 1.0, "ignore_eos": True},
+    ]
+    requests = [*PROMPTS, prompt(list(range(200, 260)), media=[5, 6, 58], rope_delta=2)]
+    stop_ids = [answer_alone(requests[2], stage)[5]]
+
+    def submit(loop: ThinkerLoop, number: int) -> Collector:
+        return ask(
+            loop, requests[number], seed=number, is_recorded=True, is_cached=is_cached, **rules[number]
+        )
+
+    def result(answer: Collector) -> tuple[list[int], list[list[float]], set[int]]:
+        logits = [each.tolist() for each in answer.recorder.logits]
+        return (
+            answer.tokens(),
+            logits,
+            {each.reused_tokens for each in answer.items if isinstance(each, TokenItem)},
+        )
+
+    alone = []
+    for number in range(len(requests)):
+        loop = make_thinker_loop(stage, stop_ids=stop_ids, **options)
+        answer = submit(loop, number)
+        run_until_idle(loop)
+        alone.append(result(answer))
+    loop = make_thinker_loop(stage, stop_ids=stop_ids, num_pages=CONTEXT // PAGE + 1, **options)
+    before, answers = loop.held, []
+    for number in range(len(requests)):
+        answers.append(submit(loop, number))
+        for _ in range(3):
+            run_step(loop)
+    cancelled = ask(loop, prompt([8] * 30), max_tokens=60)
+    while not any(each.prefilled == 0 and each.answer for each in loop._requests.values()):
+        assert run_step(loop)
+    loop.cancel(cancelled.job)  # type: ignore[attr-defined]
+    run_until_idle(loop)
+    assert loop.scheduler.num_preempted > 2, "there was room for all"
+    assert [result(each) for each in answers] == alone
+    assert loop.held == before
+    loop.scheduler.check()
 
 
 def answer_alone(request: ThinkerPrompt, stage: LoadedStage | None = None, **options: Any) -> list[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from preprocess_data import (
     audio_parameters,
     config,
@@ -28,7 +31,7 @@ from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
 from mingc.media.video import sample_video
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, ToolCall, VideoParams
 from mingc.prompts.features import AudioFeatures, Features
 from mingc.prompts.media_decoder import MediaTask
 from mingc.prompts.prompt_writer import MediaFeatures
@@ -188,6 +191,42 @@ def test_an_empty_system_message_takes_the_place_of_the_default_text(parts: tupl
     )
 
 
+def said(role: Role, *parts: TextPart | ToolCall) -> Message:
+    return Message(role=role, parts=parts)
+
+
+def test_calls_and_results_of_a_history_are_written_as_the_released_template_does() -> None:
+    """The text was rendered by hand from `chat_template` of the released tokenizer_config.json."""
+    messages = [
+        said("system", TextPart(text="S")),
+        said("user", TextPart(text="Q")),
+        said("assistant", TextPart(text="A"), ToolCall(name="f", arguments='{"a": "é"}'),
+             ToolCall(name="g", arguments="{}")),
+        said("tool", TextPart(text="one</tool_response>")),
+        said("tool", TextPart(text="two")),
+        said("assistant", ToolCall(name="f", arguments="{}")),
+        said("tool", TextPart(text="three")),
+    ]  # fmt: skip
+    ids = processor().prepare(messages).tokens.input_ids.tolist()
+    text = tokenizer().decode(ids, skip_special_tokens=False)
+    assert text == (
+        "<role>SYSTEM</role>S\n\ndetailed thinking off<|role_end|><role>HUMAN</role>Q<|role_end|>"
+        '<role>ASSISTANT</role>A\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call><|role_end|>'
+        "<role>OBSERVATION</role>\n<tool_response>\none</tool_response>\n</tool_response>"
+        "\n<tool_response>\ntwo\n</tool_response><|role_end|>"
+        '<role>ASSISTANT</role><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|role_end|>'
+        "<role>OBSERVATION</role>\n<tool_response>\nthree\n</tool_response><|role_end|><role>ASSISTANT</role>"
+    )
+    assert ids.count(tokenizer().token_id("</tool_response>")) == 3, "typed ones are text"
+
+
+@pytest.mark.parametrize("roles", [("system",), ("user", "assistant"), ("assistant",), ("tool",)])
+def test_a_conversation_may_end_with_any_role(roles: tuple[Role, ...]) -> None:
+    ids = processor().prepare([said(role, TextPart(text=role)) for role in roles]).tokens.input_ids.tolist()
+    assert tokenizer().decode(ids, skip_special_tokens=False).endswith("<|role_end|><role>ASSISTANT</role>")
+
+
 def test_system_messages_are_joined_by_newlines() -> None:
     messages = [
         Message(role="system", parts=(TextPart(text="One."),)),
@@ -334,6 +373,36 @@ def test_a_frame_beyond_the_largest_engine_is_refused() -> None:
     assert len(chat.prepare([user(small, small)])[1].vision) == 2, "several frames are spread over calls"
 
 
+@pytest.mark.parametrize(("max_patches", "max_tokens"), [(4096, 500), (600, 2000)])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("size", [(2016, 1512), (1012, 1351), (3000, 400), (1201, 1200)])
+def test_what_is_suggested_for_a_picture_that_is_too_large_works(
+    size: tuple[int, int], count: int, max_patches: int, max_tokens: int
+) -> None:
+    vision = dataclasses.replace(vision_parameters(), max_patches=max_patches)
+    chat = ChatProcessor(
+        tokenizer(), thinker_parameters(), vision=vision, audio=None, max_tokens=max_tokens,
+        decoder=InProcessDecoder(),
+    )  # fmt: skip
+
+    def prepare(size: tuple[int, int], max_pixels: int | None = None) -> int:
+        file = io.BytesIO()
+        Image.new("RGB", size).save(file, "BMP")
+        image = MediaPart(kind="image", data=file.getvalue(), where="m", max_pixels=max_pixels)
+        return chat.prepare([user(*([image] * count), TextPart(text="What is this? " * 9))]).tokens.num_tokens
+
+    with pytest.raises(RequestError) as caught:
+        prepare(size)
+    assert (caught.value.code, caught.value.status, caught.value.param) == ("media_too_large", 413, "m")
+    found = re.search(r"at most (\d+)×(\d+) pixels, or add \"max_pixels\": (\d+)", caught.value.fix or "")
+    assert found is not None
+    width, height, max_pixels = map(int, found.groups())
+    assert 0.8 < (width / height) / (size[0] / size[1]) < 1.25
+    assert prepare((width, height)) == prepare(size, max_pixels) <= max_tokens - 1
+    room = min(max_patches * count, 4 * (max_tokens - 150))
+    assert width * height * count > 0.7 * room * 16 * 16, "not much smaller than what fits"
+
+
 def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> MediaPart:
     return MediaPart(kind=kind, data=b"", where=where)
 
@@ -341,10 +410,7 @@ def image_part(where: str = "messages[0].content[0]", kind: Any = "image") -> Me
 @pytest.mark.parametrize(
     ("messages", "words", "param"),
     [
-        ([], "no user message", "messages"),
-        ([Message(role="system", parts=())], "no user message", "messages"),
-        ([user("a"), Message(role="assistant", parts=())], "assistant's", "messages[1].role"),
-        ([Message(role="tool", parts=()), user("a")], "unknown role 'tool'", "messages[0].role"),  # type: ignore
+        ([], "no message", "messages"),
         ([Message(role="system", parts=(image_part("s"),)), user("a")], "system messages are text", "s"),
         (
             [user("a"), Message(role="assistant", parts=(image_part("b"),)), user("a")],
@@ -406,7 +472,9 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
         ],
         video=params,
     )
-    left, expected = 50_000_000, []
+    expected: list[tuple[MediaTask, bytes]] = []
+    left, tokens = 50_000_000, tasks[0][0].max_tokens
+    assert tokens is not None and 3900 < tokens < 4000 - 3 * 3, "not those of the texts and around the media"
     for where, kind in (("a", "image"), ("b", "audio"), ("c", "image")):
         task = MediaTask(
             kind=kind,  # type: ignore[arg-type]
@@ -415,9 +483,11 @@ def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:
             audio=audio_parameters() if kind == "audio" else None,
             video=params,
             max_bytes=left,
-            max_tokens=4000,
+            max_tokens=tokens,
+            num_media=3 - len(expected),
         )
         expected.append((task, data[where]))
         found = run_task(task, data[where])
         left -= found.mel.nbytes if isinstance(found, AudioFeatures) else found.patches.nbytes
+        tokens -= found.num_tokens if isinstance(found, AudioFeatures) else found.num_tokens(2)
     assert tasks == expected

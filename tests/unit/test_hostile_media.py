@@ -81,8 +81,8 @@ def test_a_video_with_more_tokens_than_the_context_is_refused_before_decoding() 
     limits = MediaLimits(max_tokens=500)
     params = VideoParams(fps=30.0, max_frames=60_000)
     data = encode_video(96, 64, 80, fps=30)
-    error = refused("context_length_exceeded", 400, load_video, data, LARGE, params, WHERE, limits)
-    assert "the context holds 500" in error.message
+    error = refused("media_too_large", 413, load_video, data, LARGE, params, WHERE, limits)
+    assert "the context has room for 500" in error.message
 
 
 @pytest.mark.usefixtures("no_frames")

@@ -129,9 +129,9 @@ def test_a_medium_takes_a_quarter_of_its_patches_of_the_context() -> None:
     parameters = vision_parameters()
     side = 8 * parameters.patch_size
     assert parameters.merge_size == 2
-    check_grid(side, side, 1, parameters, MediaLimits(max_tokens=17), "image", "image")
-    with pytest.raises(RequestError, match="has 16 tokens, the context holds 16"):
-        check_grid(side, side, 1, parameters, MediaLimits(max_tokens=16), "image", "image")
+    check_grid(side, side, 1, parameters, MediaLimits(max_tokens=16), "image", "image")
+    with pytest.raises(RequestError, match="has 16 tokens; the context has room for 15 beside"):
+        check_grid(side, side, 1, parameters, MediaLimits(max_tokens=15), "image", "image")
 
 
 @pytest.mark.parametrize("size", [(8200, 8200), (20000, 20000)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mingc.cli import main
 from mingc.deploy.options import DeployOptions
 from mingc.errors import ConfigError
 from mingc.export.recipe import ExportRecipe
@@ -224,6 +225,29 @@ def test_every_declared_default_is_in_its_range_and_can_be_written(each: Any) ->
     if each.default not in (REQUIRED, None, ()):
         assert each.problems(each.default) == []
         assert each.parse(each.text(each.default) if not each.repeats else each.default) == each.default
+
+
+NO_SUCH_MACHINE = ("inf", "-inf", "nan", "1e300", str(10**30), str(-(10**30)))
+
+
+@pytest.mark.parametrize("kind", [ServeOptions, MediaOptions, EngineOptions, DeployOptions])
+def test_no_server_is_started_with_a_number_that_no_machine_has(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = {name: "x" for name, each in options_of(kind).items() if each.default is REQUIRED}
+    for name, each in options_of(kind).items():
+        if each.item not in (int, float):
+            continue
+        for text in NO_SUCH_MACHINE:
+            with pytest.raises(ConfigError) as caught:
+                kind(**required, **{name: float(text)})
+            assert each.label in caught.value.message and each.range in caught.value.message
+            if each.flag is None:
+                continue
+            with pytest.raises(SystemExit) as exited:
+                main(["serve", "nowhere", f"{each.flag}={text}"])
+            error = capsys.readouterr().err
+            assert exited.value.code == 2 and each.flag in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -195,7 +195,8 @@ def read(report: ProbeReport) -> Reader:
 
 def test_the_page_holds_every_figure_of_the_report() -> None:
     """Texts that look like markup included: this is what a reader without scripts sees."""
-    assert json.loads(read(REPORT).figures) == json.loads(json.dumps(encode(REPORT)))
+    recorded = json.loads(json.dumps(encode(REPORT)).replace(r"\udcff", "?"))  # of a name that is not UTF-8
+    assert json.loads(read(REPORT).figures) == recorded
 
 
 def test_the_page_asks_for_nothing_and_texts_cannot_become_markup() -> None:

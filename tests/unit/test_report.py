@@ -58,7 +58,7 @@ def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> No
     text = shown(RESULT)
     assert "\x1b" not in text
     assert "output         artifacts/tiny" in text
-    assert "total seconds  12.35" in text or "total seconds  12.34" in text
+    assert "total seconds  12.3" in text
     assert "first" in text and "second" in text
     assert "for machines" not in text
     header = next(line for line in text.splitlines() if "engine size" in line)
@@ -67,7 +67,7 @@ def test_without_a_terminal_a_result_is_lines_and_a_table_without_colour() -> No
     assert header.index("engine size") + len("engine size") == row.index("1KiB") + 4, (
         "numbers are right aligned"
     )
-    assert "1e-07" in text
+    assert "1.00e-07" in text
 
 
 def test_a_column_is_shown_when_one_row_has_a_value() -> None:
@@ -120,12 +120,12 @@ def test_no_column_is_cut_off_to_keep_the_width() -> None:
     class Wides:
         rows: tuple[Wide, ...]
 
-    numbers = (111.11, 122.22, 133.33, 144.44, 155.55, 166.66, 177.77)
+    numbers = (111.0, 12.2, 1.33, 0.144, 0.0155, 0.00166, 1777.0)
     names = ("median_ms", "p95_ms", "p99_ms", "min_ms", "no_graph_ms", "enqueue_ms", "last_column_of_all")
     wide = Wide(engine="thinker.prefill T=256 P=2048 +256", **dict(zip(names, numbers, strict=True)))
     text = shown(Wides(rows=(wide,)))
     assert max(map(len, text.splitlines())) <= MAX_COLUMNS
-    assert all(str(number) in text for number in numbers)
+    assert all(f" {str(number).removesuffix('.0')} " in text for number in numbers)
     assert wide.engine in text
 
 
@@ -227,11 +227,11 @@ def test_an_error_goes_to_stderr_and_with_json_also_to_stdout(capsys: pytest.Cap
         (False, "no"),
         (0.0, "0"),
         (0.00999, "0.00999"),
-        (0.01, "0.01"),
-        (-0.5, "-0.50"),
-        (99999.4, "99999.40"),
-        (100000.0, "1e+05"),
-        (-123456.0, "-1.23e+05"),
+        (0.01, "0.0100"),
+        (-0.5, "-0.500"),
+        (99999.4, "99999"),
+        (100000.0, "100000"),
+        (-123456.0, "-123456"),
         (7, "7"),
         ({"B": 2, "T": None}, "B=2, T="),
         (("a", 1.5), "a, 1.50"),
@@ -321,17 +321,17 @@ def test_a_result_as_a_whole() -> None:
     first = Measured(name="one", calls=7, share=0.5, is_new=False, sizes=(1, 2))
     other = Measured(name="another name", calls=None, share=1e-3, is_new=True)
     text = shown(Whole(output=Path("a/b"), is_done=False, empty=(), first_rows=(first, other)))
-    rule = "─" * 48
+    rule = "─" * 50
     assert text.splitlines() == [
         "output   a/b",
         "is done  no",
         "last     end",
         "",
         "first rows",
-        " name           calls   share   is new   sizes ",
+        " name           calls     share   is new   sizes ",
         text.splitlines()[6],
-        " one                7    0.50   no       1, 2  ",
-        " another name           0.001   yes            ",
+        " one                7     0.500   no       1, 2  ",
+        " another name           0.00100   yes            ",
     ]
     assert {*text.splitlines()[6]} == {*rule}
 
@@ -379,7 +379,7 @@ def test_a_table_that_is_too_wide_is_continued_below_with_every_word_whole(
     show(Measurements(rows=(row,)), as_json=False, stream=terminal)
     text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
     assert max(map(len, text.splitlines())) <= max(columns, len(str(row.file)) + len(row.engine) + 5)
-    for word in (row.engine, str(row.file), "1111.25", "2222.25", "3333.25", "4444.25", "some", "words"):
+    for word in (row.engine, str(row.file), "1111", "2222", "3333", "4444", "some", "words"):
         assert word in text
     parts = sum(line.lstrip().startswith("engine ") for line in text.splitlines())
     assert parts == text.count(row.engine) > 1, "every part names its rows"

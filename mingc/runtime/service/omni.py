@@ -125,6 +125,7 @@ class OmniService:
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
+                "num_preempted": scheduler.num_preempted,
                 "cached_pages": scheduler.pool.num_published,
                 "evicted_pages": scheduler.pool.num_evicted,
             }

@@ -6,12 +6,12 @@ import os
 import re
 from dataclasses import dataclass
 
-from mingc.options import BYTES, SECONDS, check, option
+from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, option
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 
 _DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,3})")
-# No machine has so much; the numbers of torch and of the clock end beyond.
-_MOST_TOKENS, _MOST_SECONDS = 1 << 40, 100_000 * 3600
+# No machine has so much; the numbers of torch end beyond.
+_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +19,16 @@ class EngineOptions:
     """How an artifact is run, validated on construction. Options without a flag are for Python and Ray Serve."""
 
     tp: int | None = option(
-        None, "--tp", least=1, group="Thinker", shown_default="the artifact's",
+        None, "--tp", least=1, most=1024, group="Thinker", shown_default="the artifact's",
         help="Ranks of the thinker; refused unless the artifact has that many.",
     )  # fmt: skip
     max_waiting: int = option(
-        128, "--max-queue", least=0, group="Thinker", help="Chats that may wait for the thinker before a 503."
+        128,
+        "--max-queue",
+        least=0,
+        most=10**6,
+        group="Thinker",
+        help="Chats that may wait for the thinker before a 503.",
     )
     max_total_tokens: int | None = option(
         None, "--max-total-tokens", least=1, most=_MOST_TOKENS, group="Thinker", shown_default="by free memory",
@@ -35,11 +40,11 @@ class EngineOptions:
         "of the same texts.",
     )  # fmt: skip
     step_timeout_s: float = option(
-        STEP_TIMEOUT_S, "--step-timeout", unit=SECONDS, above=0, most=_MOST_SECONDS, group="Thinker",
+        STEP_TIMEOUT_S, "--step-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group="Thinker",
         help="Time that a thinker step may take before its ranks count as lost, which ends the server.",
     )  # fmt: skip
     max_speech_seqs: int | None = option(
-        None, "--max-speech-seqs", least=1, group="Speech", shown_default="the talker's largest batch",
+        None, "--max-speech-seqs", least=1, most=10_000, group="Speech", shown_default="the talker's largest batch",
         help="Speech segments that each talker generates at the same time. With --speech-lead it may exceed a batch, "
         "because each stream takes part in only a few patches.",
     )  # fmt: skip
@@ -53,7 +58,7 @@ class EngineOptions:
     )  # fmt: skip
     # 512 MiB: 256 images of 1,024 patches, or 85 clips of 30 s, at the released dims.
     encoder_cache: int = option(
-        512 << 20, "--encoder-cache", unit=BYTES, least=0, group="Media",
+        512 << 20, "--encoder-cache", unit=BYTES, least=0, most=MOST_BYTES, group="Media",
         help="Host memory that keeps embeddings of images, videos and clips for reuse; 0: none.",
     )  # fmt: skip
     num_torch_threads: int | None = option(
@@ -81,28 +86,30 @@ class EngineOptions:
     max_running: int | None = option(
         None,
         least=1,
+        most=10**6,
         shown_default="the largest decode batch",
         help="Requests in the thinker's batch at most.",
     )
     max_prefills_per_patch: int = option(
-        16, least=1, help="Segments that may join the talker's batch at one patch boundary."
+        16, least=1, most=10**6, help="Segments that may join the talker's batch at one patch boundary."
     )
     max_streams: int = option(
-        256, least=1,
+        256, least=1, most=10**6,
         help="Requests of each talker that may speak or wait to speak before more are refused; at least "
         "max_speech_seqs.",
     )  # fmt: skip
     max_pending_patches: int = option(
-        128, least=1, help="Patches that a client may leave unread before its speech pauses."
+        128, least=1, most=10**6, help="Patches that a client may leave unread before its speech pauses."
     )
     num_preprocess_threads: int = option(
         max(2, min(8, (os.cpu_count() or 1) // 4)),
         least=1,
+        most=1024,
         shown_default="a quarter of the processors, 2 to 8",
         help="Threads that decode media and prepare prompts; each has a decoder process.",
     )
     talker_depth: int | None = option(
-        None, least=1, shown_default="2 on a GPU, 1 on a CPU", help="Patches in flight at most."
+        None, least=1, most=1024, shown_default="2 on a GPU, 1 on a CPU", help="Patches in flight at most."
     )
     steps: StepOptions = DEFAULT_STEPS  # which steps the thinker's workers run
 

@@ -227,6 +227,9 @@ class ThinkerLoop(EngineThread):
             return True
         with self._lock:
             plan = self.scheduler.plan()
+            for request in plan.preempted:
+                self._slots.free(request)
+                self._requests[request].begin_again()
         if plan.is_empty and not self._launched:
             self._pending_prefill_ms = 0.0  # the prompts of these layer groups were removed
             with self._lock:
@@ -275,9 +278,10 @@ class ThinkerLoop(EngineThread):
         requests = [each.request for each in chunk.prompts]
         if chunk.first_group == 0:
             for prompt in chunk.prompts:
-                if self._requests[prompt.request].prefilled == 0:
-                    self._slots.allocate(prompt.request)
                 running = self._requests[prompt.request]
+                if running.prefilled == 0:
+                    self._slots.allocate(prompt.request)
+                    running.begin_prefill()
                 running.begun_at = running.begun_at or time.perf_counter()
             self._chunk_requests = requests
             self._chunk_step = prefill_step(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mingc.prompts.thinker_prompt import WORD, ThinkerPrompt
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 
 _DIGEST_BYTES = 32
 
@@ -48,15 +49,15 @@ def answer_keys(
     prompt: ThinkerPrompt, answer: Sequence[int], *, page_size: int, salt: bytes, known: Sequence[bytes]
 ) -> list[bytes]:
     """Keys of the full pages of `prompt` and the `answer` after it; `known` are the keys of the prompt."""
-    count, num_tokens = len(answer), prompt.num_tokens
-    positions = np.arange(num_tokens, num_tokens + count) + prompt.rope_delta
+    whole = prompt.followed_by(answer)
     rest = slice(len(known) * page_size, None)
     media = slice(int(np.searchsorted(prompt.media_rows, rest.start)), None)
-    tail = ThinkerPrompt(
-        input_ids=np.concatenate([prompt.input_ids[rest], np.array(answer, np.int64)]),
-        positions=np.concatenate([prompt.positions[:, rest], np.tile(positions, (3, 1))], axis=1),
-        rope_delta=prompt.rope_delta,
-        embed_kind=np.concatenate([prompt.embed_kind[rest], np.full(count, WORD, np.int64)]),
+    tail = replace(
+        whole,
+        input_ids=whole.input_ids[rest],
+        positions=whole.positions[:, rest],
+        embed_kind=whole.embed_kind[rest],
+        media_embeds=None,
         media_ids=None if prompt.media_ids is None else prompt.media_ids[media],
     )
     return page_keys(tail, page_size=page_size, salt=salt, before=known)

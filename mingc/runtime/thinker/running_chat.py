@@ -19,7 +19,10 @@ from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, chunk_embe
 
 @dataclass(slots=True, eq=False)
 class RunningChat:
-    """Host state of one chat. `prefilled` and `reused` change when a chunk takes some of its prompt."""
+    """Host state of one chat. `prefilled` and `reused` change when a chunk takes some of its prompt.
+
+    A preempted chat keeps its answer, whose tokens are prefilled again with its prompt.
+    """
 
     prompt: ThinkerPrompt
     max_tokens: int
@@ -30,10 +33,26 @@ class RunningChat:
         Sequence[bytes] | None
     )  # keys of the prompt's full pages; None: it takes no part in the prefix cache
     answer: list[int] = field(default_factory=list)
+    context: ThinkerPrompt = field(init=False)  # what is prefilled: the prompt, then an answer begun before
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
     pending: int = 0  # tokens of the answer that are launched on the device and not yet known to the host
-    prefilled: int = 0  # prompt tokens in chunks that were started, including reused tokens
+    prefilled: int = 0  # tokens of `context` in chunks that were started, including reused tokens
     reused: int = 0  # prompt tokens that were not computed, because their pages were cached
+
+    def __post_init__(self) -> None:
+        self.context = self.prompt
+
+    def begin_again(self) -> None:
+        """Drop what was prefilled, after a preemption."""
+        self.prefilled = 0
+        if not self.answer:
+            self.reused = 0
+
+    def begin_prefill(self) -> None:
+        """Fix what is prefilled; all tokens of the answer must be known."""
+        assert not self.pending, "a step before the preemption was not collected"
+        if self.answer:
+            self.context = self.prompt.followed_by(self.answer)
 
     def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
         self.emit(TokenItem(token=token, finish=finish, reused_tokens=self.reused, begun_at=self.begun_at))
@@ -50,9 +69,11 @@ class RunningChat:
 
     def take_slice(self, prompt: PromptSlice) -> Ints:
         """Record that a chunk has these tokens of the prompt. Returns the reused tokens before them."""
-        skipped = self.prompt.input_ids[self.prefilled : prompt.start]
+        skipped = self.context.input_ids[self.prefilled : prompt.start]
         self.prefilled = prompt.start + prompt.count
-        self.reused += len(skipped)
+        assert prompt.is_end == (self.prefilled == self.context.num_tokens), "the scheduler counts otherwise"
+        if not self.answer:
+            self.reused += len(skipped)
         return skipped
 
 
@@ -64,7 +85,7 @@ def prefill_step(
     `pages` has the pages of each prompt up to the end of its slice.
     """
     ranges = [slice(each.start, each.start + each.count) for each in slices]
-    both = [(chat.prompt, where) for chat, where in zip(chats, ranges, strict=True)]
+    both = [(chat.context, where) for chat, where in zip(chats, ranges, strict=True)]
     skipped = [chat.take_slice(each) for chat, each in zip(chats, slices, strict=True)]
     is_any_skipped = any(map(len, skipped))
     return PrefillStep(

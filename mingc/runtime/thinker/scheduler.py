@@ -14,6 +14,8 @@ from mingc.errors import CapacityError, RequestError
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 
+_PATIENCE = 4  # pages that overtaking requests may need, in pages that the waiting request may need
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkShape:
@@ -75,10 +77,14 @@ class PrefillChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThinkerPlan:
-    """One step: layer groups of at most one prefill chunk, then one token for each request of `decode`."""
+    """One step: layer groups of at most one prefill chunk, then one token for each request of `decode`.
+
+    `preempted`: requests that lost their pages and wait again. Their prompt now ends with their last sampled token.
+    """
 
     prefill: PrefillChunk | None
     decode: tuple[int, ...]
+    preempted: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -87,23 +93,50 @@ class ThinkerPlan:
 
 @dataclass(slots=True)
 class _Sequence:
+    """A request.
+
+    Attributes:
+        prompt_tokens: tokens to prefill; after a preemption the answer's tokens are among them.
+        num_rows: rows of the pool that prompt and answer need; the last token needs none.
+        arrival: position in the order of arrival; younger requests are preempted first.
+        keys: keys of the prompt's full pages; None: it takes no part in the prefix cache.
+        computed: tokens to prefill whose keys and values are in the pool, including reused tokens.
+        patience: pages that younger requests may need in all before they no longer overtake this one.
+        least_pages: pages that it needs at admission if it shares all it can.
+        base: while it decodes: `ThinkerScheduler._num_steps` less the number of its rows, which is constant.
+    """
+
     prompt_tokens: int
-    max_tokens: int
-    keys: Sequence[bytes] | None = (
-        None  # keys of the prompt's full pages; None: it takes no part in the prefix cache
-    )
-    computed: int = 0  # prompt tokens whose keys and values are in the pool, including reused tokens
+    num_rows: int
+    arrival: int
+    patience: int
+    keys: Sequence[bytes] | None
+    least_pages: int = 0
+    computed: int = 0
+    base: int = 0
+
+    @property
+    def first_rows(self) -> int:
+        """Rows for its prompt and the first decode step."""
+        return min(self.prompt_tokens + 1, self.num_rows)
 
 
 class ThinkerScheduler:
     """Chooses which requests prefill and which decode in each step.
 
-    Admission is in order of arrival, when pages for the prompt and the whole answer are free. So a running request
-    never waits for memory and is never preempted. Each step runs layer groups of at most one chunk, as many as
-    `ChunkedPrefillPolicy` says, so these delay decoding requests and never a whole prompt. A chunk starts alternately
-    with the oldest prompt and with the prompt that has the fewest tokens left: short prompts overtake long ones, and
-    none starves. Further prompts whose remaining tokens fit share the chunk, oldest first. A chunk is completed before
-    the next one starts.
+    A request is admitted when pages for its prompt are free and one more for each running request, in order of arrival
+    as far as they fit: smaller requests overtake one that waits for pages, until they may have needed
+    `_PATIENCE` times its pages. From then on all wait for it.
+
+    A decoding request gets a page whenever its rows fill the last one. While none is free, the youngest request is
+    preempted: it loses its pages, waits at its place in the order of arrival, and prefills its prompt and the answer so
+    far again. So the oldest request is never preempted, and all of them end: one alone always fits.
+
+    Each step runs layer groups of at most one chunk, as many as `ChunkedPrefillPolicy` says, so these delay decoding
+    requests and never a whole prompt. A chunk starts alternately with the oldest prompt and with the prompt that has
+    the fewest tokens left: short prompts overtake long ones, and none starves. Further prompts whose remaining tokens
+    fit share the chunk, oldest first. A chunk is completed before the next one starts, unless one of its prompts is
+    preempted.
 
     Requests with page keys take part in the prefix cache: pages of a prompt are published when their chunk is complete.
     When a prompt is admitted, and before each chunk, it skips the tokens whose pages another prompt has published. Its
@@ -116,8 +149,9 @@ class ThinkerScheduler:
         max_waiting: most requests in the queue before more are refused.
 
     Attributes:
-        num_prefilled: prompt tokens computed so far, by all requests.
-        num_reused: prompt tokens that were not computed, because their pages were cached.
+        num_prefilled: tokens prefilled so far, by all requests; after a preemption also tokens of answers.
+        num_reused: tokens that were not prefilled, because their pages were cached.
+        num_preempted: how often a request was preempted.
     """
 
     def __init__(
@@ -137,10 +171,16 @@ class ThinkerScheduler:
         self.prefill_policy = prefill_policy
         self._current: PrefillChunk | None = None  # the last groups that ran, of a chunk that is not complete
         self._max_waiting = max_waiting
-        self.num_prefilled = self.num_reused = 0
+        self.num_prefilled = self.num_reused = self.num_preempted = self._num_added = 0
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._prefilling: OrderedDict[int, _Sequence] = OrderedDict()
         self._decoding: OrderedDict[int, _Sequence] = OrderedDict()
+        self._num_steps = 0  # committed; each wrote one row of every decoding request
+        # Decoding requests by `base` modulo the page size: at step s those of s modulo the page size begin a page.
+        self._by_base: list[dict[int, _Sequence]] = [{} for _ in range(pool.page_size)]
+        self._leftovers: list[
+            int
+        ] = []  # removed, but the other layer groups of the chunk still write their rows
         self._is_turn_of_oldest = True
 
     @property
@@ -185,14 +225,18 @@ class ThinkerScheduler:
         """
         assert prompt_tokens > 0 and prompt_tokens + max_tokens <= self.max_context
         assert len(keys or ()) <= prompt_tokens // self.pool.page_size, "only full pages have keys"
-        sequence = _Sequence(prompt_tokens, max_tokens, keys)
+        num_rows = prompt_tokens + max_tokens - 1
+        patience = _PATIENCE * self.pool.pages_for(num_rows)
+        sequence = _Sequence(prompt_tokens, num_rows, self._num_added, patience, keys)
+        self._admit()  # who could run by now does not wait
         if len(self._waiting) >= self._max_waiting and (self._waiting or not self._has_room(sequence)):
             raise CapacityError(
                 f"the queue is full: {len(self._waiting)} requests are waiting",
                 fix="try again later",
                 code="queue_full",
             )
-        self._waiting[request] = sequence
+        self._num_added += 1
+        self._queue(request, sequence)
 
     def publish(self, request: int, keys: Sequence[bytes]) -> None:
         """Let later prompts share the pages of a decoding request: `keys` of all its full pages written so far."""
@@ -211,35 +255,41 @@ class ThinkerScheduler:
 
     def remove(self, request: int) -> None:
         """Remove a request in any state and free its pages; does nothing if it is unknown."""
-        for queue in (self._waiting, self._prefilling, self._decoding):
+        for queue in (self._waiting, self._prefilling):
             queue.pop(request, None)
+        self._end_decoding(request)
         if self._current:
             left = tuple(each for each in self._current.prompts if each.request != request)
-            self._current = replace(self._current, prompts=left) if left else None
+            if left and len(left) < len(self._current.prompts):
+                self._current = replace(self._current, prompts=left)
+                self._leftovers.append(request)
+                return
+            if not left:
+                self._end_chunk()
         self.pool.free(request)
 
     def plan(self) -> ThinkerPlan:
-        """Admit the requests that fit and choose the next step. Before `commit` only admissions and reuse change."""
-        while self._waiting and self.num_running < self.max_running:
-            request, sequence = next(iter(self._waiting.items()))
-            num_tokens = sequence.prompt_tokens + sequence.max_tokens
-            num_shared = self.pool.allocate(request, num_tokens, self._reusable(sequence))
-            if num_shared is None:
-                break  # strictly in order: overtaking would starve large requests
-            del self._waiting[request]
-            self._prefilling[request] = sequence
-            self._skip(sequence, num_shared)
-        return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding))
+        """Preempt and admit requests and choose the next step.
+
+        Called again before `commit`, it preempts none; only admissions and reuse change.
+        """
+        preempted = self._grow()
+        if self._waiting and not preempted:
+            self._admit()
+        return ThinkerPlan(prefill=self._next_chunk(), decode=tuple(self._decoding), preempted=preempted)
 
     def commit(self, plan: ThinkerPlan) -> None:
-        """Record that the layer groups of `plan` ran, for prompts that have not been removed."""
+        """Record that the layer groups of `plan` ran, for prompts that have not been removed, and its decode step."""
+        self._num_steps += 1
         if plan.prefill is None:
             return
         left = tuple(each for each in plan.prefill.prompts if each.request in self._prefilling)
-        if not left or not plan.prefill.is_whole:
-            self._current = replace(plan.prefill, prompts=left) if left else None
+        if left and not plan.prefill.is_whole:
+            self._current = replace(plan.prefill, prompts=left)
             return
-        self._current = None
+        self._end_chunk()
+        if not left:
+            return
         self._is_turn_of_oldest = not self._is_turn_of_oldest
         for each in left:
             sequence = self._prefilling[each.request]
@@ -251,6 +301,8 @@ class ThinkerScheduler:
                 self.pool.publish(each.request, written, first)
             if each.is_end:
                 self._decoding[each.request] = self._prefilling.pop(each.request)
+                sequence.base = self._num_steps - sequence.prompt_tokens
+                self._by_base[sequence.base % self.pool.page_size][each.request] = sequence
 
     def check_count(self) -> None:
         """Assert by counts that pages belong to admitted requests only. Cheap enough for an idle server."""
@@ -264,10 +316,81 @@ class ThinkerScheduler:
         self.check_count()
 
     def _has_room(self, sequence: _Sequence) -> bool:
-        num_tokens = sequence.prompt_tokens + sequence.max_tokens
         return self.num_running < self.max_running and self.pool.has_room(
-            num_tokens, self._reusable(sequence)
+            sequence.first_rows, self._reusable(sequence), spare=self.num_running
         )
+
+    def _admit(self) -> None:
+        """Admit waiting requests that fit, oldest first."""
+        passed: list[_Sequence] = []
+        spare = self.num_running
+        room = self.pool.num_free - spare
+        for request, sequence in tuple(self._waiting.items()):
+            if spare == self.max_running:
+                return
+            num_shared = None
+            if sequence.least_pages <= room:
+                keys = self._reusable(sequence)
+                num_shared = self.pool.allocate(request, sequence.first_rows, keys, spare=spare)
+            if num_shared is None:
+                if sequence.patience <= 0:
+                    return
+                passed.append(sequence)
+                continue
+            del self._waiting[request]
+            self._prefilling[request] = sequence
+            self._skip(sequence, num_shared)
+            spare = self.num_running
+            room = self.pool.num_free - spare
+            for each in passed:
+                each.patience -= self.pool.pages_for(sequence.num_rows)
+            if any(each.patience <= 0 for each in passed):
+                return
+
+    def _grow(self) -> tuple[int, ...]:
+        """Give pages to decoding requests whose next row begins one. Returns the requests preempted for that."""
+        preempted: list[int] = []
+        for request, sequence in tuple(self._by_base[self._num_steps % self.pool.page_size].items()):
+            rows = min(self._num_steps - sequence.base + 1, sequence.num_rows)
+            while request in self._decoding and not self.pool.extend(request, rows):
+                running = {**self._prefilling, **self._decoding}
+                youngest = max(running, key=lambda each: running[each].arrival)
+                self._preempt(youngest)
+                preempted.append(youngest)
+        return tuple(preempted)
+
+    def _preempt(self, request: int) -> None:
+        """Free the pages of a running request, and queue it to prefill its prompt and its answer so far again."""
+        sequence = self._prefilling.pop(request, None)
+        if sequence is None:
+            sequence = self._end_decoding(request)
+            assert sequence is not None
+            num_rows = self._num_steps - sequence.base
+            sequence.prompt_tokens = num_rows + 1  # with the last token, which has no row yet
+        sequence.computed = 0
+        if self._current and any(each.request == request for each in self._current.prompts):
+            self._end_chunk()  # incomplete: its other layer groups would write to the pages
+        self.pool.free(request)
+        self._queue(request, sequence)
+        self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: item[1].arrival))
+        self.num_preempted += 1
+
+    def _queue(self, request: int, sequence: _Sequence) -> None:
+        sequence.least_pages = self.pool.pages_for(sequence.first_rows) - len(self._reusable(sequence))
+        self._waiting[request] = sequence
+
+    def _end_decoding(self, request: int) -> _Sequence | None:
+        sequence = self._decoding.pop(request, None)
+        if sequence is not None:
+            del self._by_base[sequence.base % self.pool.page_size][request]
+        return sequence
+
+    def _end_chunk(self) -> None:
+        """Run no further layer group of the current chunk."""
+        self._current = None
+        for request in self._leftovers:
+            self.pool.free(request)
+        self._leftovers.clear()
 
     def _reusable(self, sequence: _Sequence) -> Sequence[bytes]:
         """Keys of the pages that a prompt may share: at least its last token remains to be computed."""

@@ -41,6 +41,7 @@ from mingc.server.options import ServeOptions
 # bounded by `max_concurrent_requests`.
 FREE_BYTES = 64 * 1024
 LONG_BYTES = 64 * 1024  # longer strings are cut out
+_SHORT_BYTES = 1024  # the same for a body that is larger than `MAX_DECODED_BYTES` without them
 MAX_COMMAS = 1 << 18
 MAX_STRINGS = 4 * MAX_COMMAS
 MAX_MEDIA = (
@@ -54,6 +55,7 @@ _PREFIX = 256
 _SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
+_SPACE = re.compile(rb"\\[nrt]")
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
 _BASE64 = msgspec.json.Decoder(bytes)
 _ESCAPED = {b"\\/": b"/", b"\\n": b"", b"\\r": b"", b"\\t": b""}
@@ -139,7 +141,7 @@ async def read_body(
     """Read the whole body of a JSON request; charge it once its first 64 KiB have arrived.
 
     Raises:
-        RequestError: for a wrong content type (415), a body too large (413) or too slow (408).
+        RequestError: for a wrong content type or a compressed body (415), a body too large (413) or too slow (408).
         CapacityError: if the bodies of all requests together would be too large.
         ClientDisconnect: if the client left before the end.
     """
@@ -150,6 +152,15 @@ async def read_body(
             status=415,
             code="unsupported_media_type",
         )
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        error = RequestError(
+            f"Content-Encoding {shorten(coding)} is not supported: send the body without compression.",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+        error.headers = {"Accept-Encoding": "identity"}  # RFC 9110 §15.5.16
+        raise error
     header = request.headers.get("content-length", "")
     declared = int(header) if header.isdecimal() else 0
     _check_size(declared, options)
@@ -216,6 +227,8 @@ def decode_body(raw: bytes | memoryview, type_: type[_Body]) -> _Body:
     if len(raw) <= LONG_BYTES:
         return _decode(bytes(raw), type_, {})
     body = cut_long_strings(raw)
+    if sum(map(len, body.between)) > MAX_DECODED_BYTES:  # thousands of small media
+        body = cut_long_strings(raw, _SHORT_BYTES)
     left_out = {body.placeholder(index): string for index, string in enumerate(body.strings)}
     media: set[str] = set()
     decoded = _decode(body.join(left_out), type_, left_out, media)
@@ -243,6 +256,8 @@ def _decode(
             return MediaString(value)
         if used is not None:
             used.add(value)
+        if len(found.data) <= LONG_BYTES:
+            return MediaString(msgspec.json.decode(b'"%b"' % bytes(found.data)))
         return found
 
     try:
@@ -283,8 +298,10 @@ class CutBody:
         return b"".join(parts)
 
 
-def cut_long_strings(raw: memoryview) -> CutBody:
-    """Cut the strings of more than 64 KiB out of a body. Malformed JSON stays whole from the first fault on.
+def cut_long_strings(raw: memoryview, num_bytes: int | None = None) -> CutBody:
+    """Cut the strings of more than `num_bytes` out of a body; None: 64 KiB.
+
+    Malformed JSON stays whole from the first fault on.
 
     Raises:
         RequestError: if there are more than `MAX_STRINGS`.
@@ -299,7 +316,7 @@ def cut_long_strings(raw: memoryview) -> CutBody:
         end = _string_end(raw, start + 1)
         if end < 0:
             break
-        if end - start > LONG_BYTES:
+        if end - start > (num_bytes or LONG_BYTES):
             strings.append(LongString(_prefix(raw, start + 1), raw[start + 1 : end]))
             between.append(raw[copied : start + 1])
             copied = end
@@ -308,8 +325,9 @@ def cut_long_strings(raw: memoryview) -> CutBody:
 
 
 def _prefix(raw: memoryview, start: int) -> str:
-    """Return the first characters of a string, up to the first escape sequence; `/` may be escaped."""
-    match = _PLAIN.match(bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
+    """Return the first characters of a string, up to the first escape sequence but of `/` and of white space."""
+    text = _SPACE.sub(b" ", bytes(raw[start : start + _PREFIX]).replace(b"\\/", b"/"))
+    match = _PLAIN.match(text)
     assert match is not None
     return match[0].decode()
 

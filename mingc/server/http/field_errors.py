@@ -62,6 +62,15 @@ def wrong_type(param: str, expected: str, found: str | None) -> RequestError:
     return RequestError(f"'{param}' must be {expected}{but}.", param=param, code="invalid_type")
 
 
+def as_integer(value: int | float | None, param: str) -> int | None:
+    """Read an integer; 4.0 counts as 4, because JSON does not distinguish them. Raises: RequestError."""
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise wrong_type(param, "an integer", f"{value}")
+        return int(value)
+    return value
+
+
 def invalid(param: str, why: str) -> RequestError:
     """`why` follows the field's name."""
     return RequestError(f"'{param}' {why}.", param=param, code="invalid_value")

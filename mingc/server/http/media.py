@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
@@ -29,19 +28,16 @@ from mingc.host import large_arrays
 from mingc.prompts.conversation import MediaPart, Message
 from mingc.server.http.body import LongString, decode_base64
 from mingc.server.http.field_errors import shorten
+from mingc.server.http.public_addresses import is_public
 from mingc.server.options import ANY_PUBLIC_HOST, ServeOptions
 
 MAX_REDIRECTS = 3
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
+_SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.\-]*):")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 20
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _MAX_PATH = 4096  # bytes; PATH_MAX of Linux
 _MAX_ADDRESSES = 4  # of one host that are tried
-# Networks that `is_global` treats as public in some version of Python: metadata of Oracle's and Azure's clouds, and
-# IPv6 addresses that stand for an IPv4 one.
-_NOT_PUBLIC_V4 = (IPv4Network("192.0.0.0/24"), IPv4Network("168.63.129.16/32"))
-_NOT_PUBLIC_V6 = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))
 
 
 class MediaLoader:
@@ -77,6 +73,8 @@ class MediaLoader:
         return tuple(loaded)
 
     async def _read(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        if not isinstance(source, LongString):
+            source = source.strip()
         scheme = _SCHEME.match(source[:64])
         name = scheme.group(1).lower() if scheme else ""
         if name == "data":
@@ -110,15 +108,10 @@ class MediaLoader:
         return not (path.is_relative_to(self._root) and os.path.lexists(path))
 
     async def _decode_data_url(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        """Decode a data URL, whatever its type says: decoders detect formats from the bytes."""
         header, comma, _ = source.partition(",")
-        if not comma or not header.lower().endswith(";base64"):
+        if not comma or header.lower().rpartition(";")[2].strip() != "base64":
             _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
-        mime = header[len("data:") :].split(";")[0].strip().lower()
-        main_type = mime.partition("/")[0]
-        # mp4 and webm clips often say video/… for audio; ogg and octet-stream say application/…
-        fitting = {media.kind, "application", ""} | ({"video"} if media.kind == "audio" else set())
-        if main_type not in fitting:
-            _refuse(media, f"A data URL of type {shorten(mime)} is no {media.kind}", "invalid_data_url")
         start = len(header) + 1
         if isinstance(source, LongString):  # its header may have escaped slashes
             start = bytes(source.data[:1024]).index(b",") + 1
@@ -317,15 +310,6 @@ def _check_public(addresses: Sequence[str], url: httpx.URL, media: MediaPart) ->
                 f"Media may not be fetched from {shown}: its address is not public. Send a data: URL",
                 "media_host_not_allowed",
             )
-
-
-def is_public(text: str) -> bool:
-    """Whether an address belongs to the public internet: not private, loopback, link-local, metadata or embedded."""
-    address: IPv4Address | IPv6Address = ip_address(text)
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    refused = _NOT_PUBLIC_V4 if isinstance(address, IPv4Address) else _NOT_PUBLIC_V6
-    return address.is_global and not address.is_multicast and not any(address in each for each in refused)
 
 
 def _shown(source: str) -> str:

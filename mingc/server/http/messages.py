@@ -5,31 +5,36 @@ Media stay strings (URL, path, base64) with the path of their field; `mingc.serv
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaKind, MediaPart, Message, Role, TextPart
+from mingc.prompts.conversation import MediaKind, MediaPart, Message, Part, Role, TextPart, ToolCall
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.body import decode_small
-from mingc.server.http.field_errors import missing
+from mingc.server.http.field_errors import as_integer, missing
 from mingc.server.http.request_schemas import (
+    LOW_DETAIL_PIXELS,
     AssistantMessage,
     AudioContent,
     AudioUrlContent,
     ChatBody,
     Content,
+    ContentPart,
+    FunctionMessage,
     ImageContent,
-    MediaContent,
     MessageBody,
+    RefusalContent,
     TextContent,
+    ToolMessage,
     UserMessage,
     VideoContent,
 )
+from mingc.server.options import ServeOptions
 
 
-def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message, ...]:
-    """Parse `messages` and the three media lists of a chat body.
+def parse_messages(body: ChatBody, info: ServiceInfo, options: ServeOptions) -> tuple[Message, ...]:
+    """Parse `messages` and the three media lists of a chat body. An image gets the smallest of its limits of pixels.
 
     Raises:
         RequestError: for empty content, or media that the artifact or the role of the message does not support.
@@ -41,7 +46,24 @@ def parse_messages(body: ChatBody, info: ServiceInfo) -> tuple[Message, ...]:
             "'messages' is empty: send at least one message.", param="messages", code="invalid_value"
         )
     messages = [_message(message, f"messages[{i}]", info) for i, message in enumerate(body.messages)]
-    return tuple(_inject(messages, body, info))
+    limit = _smallest(as_integer(body.image_max_pixels, "image_max_pixels"), options.max_image_pixels)
+    return tuple(_limited(message, limit) for message in _inject(messages, body, info))
+
+
+def _smallest(*limits: int | None) -> int | None:
+    return min((each for each in limits if each is not None), default=None)
+
+
+def _limited(message: Message, max_pixels: int | None) -> Message:
+    if max_pixels is None:
+        return message
+    parts = (
+        replace(part, max_pixels=_smallest(part.max_pixels, max_pixels))
+        if isinstance(part, MediaPart) and part.kind == "image"
+        else part
+        for part in message.parts
+    )
+    return replace(message, parts=tuple(parts))
 
 
 def _inject(messages: list[Message], body: ChatBody, info: ServiceInfo) -> list[Message]:
@@ -74,36 +96,50 @@ def _message(message: MessageBody, param: str, info: ServiceInfo) -> Message:
     parts = _content(message.content, f"{param}.content", role, info)
     if isinstance(message, AssistantMessage):
         parts = parts or _spoken_answer(message, param)
-        for name in ("tool_calls", "function_call"):
-            if decode_small(getattr(message, name)) not in (None, []):
-                raise RequestError(
-                    f"'{param}.{name}' is not supported: tool calls are not implemented.",
-                    param=f"{param}.{name}",
-                    code="unsupported_parameter",
-                )
-    if message.content is None and not parts:
+        if not parts and message.refusal:
+            parts = (TextPart(text=message.refusal),)
+        parts += _calls(message)
+    elif message.content is None:
         raise missing(f"{param}.content")
     return Message(role=role, parts=parts)
 
 
 def _role(message: MessageBody) -> Role:
-    if isinstance(message, UserMessage):
-        return "user"
-    return "assistant" if isinstance(message, AssistantMessage) else "system"
+    match message:
+        case UserMessage():
+            return "user"
+        case AssistantMessage():
+            return "assistant"
+        case ToolMessage() | FunctionMessage():
+            return "tool"
+        case _:
+            return "system"
 
 
-def _content(
-    content: Content | None, param: str, role: Role, info: ServiceInfo
-) -> tuple[TextPart | MediaPart, ...]:
-    if content is None:
-        return ()
+def _content(content: Content | None, param: str, role: Role, info: ServiceInfo) -> tuple[Part, ...]:
     if isinstance(content, str):
         return (TextPart(text=content),) if content else ()
-    if not content:
+    if content == [] and role in ("user", "system"):
         raise RequestError(
             f"'{param}' has no parts: send a string or at least one part.", param=param, code="invalid_value"
         )
-    return tuple(_part(part, f"{param}[{i}]", role, info) for i, part in enumerate(content))
+    found = (_part(part, f"{param}[{i}]", role, info) for i, part in enumerate(content or ()))
+    return tuple(part for part in found if part is not None)
+
+
+def _calls(message: AssistantMessage) -> tuple[ToolCall, ...]:
+    """Calls of tools, by either of their names. Arguments that are not a text are written as the template does."""
+    calls = [call.function for call in message.tool_calls or ()]
+    calls += [message.function_call] if message.function_call else []
+    return tuple(
+        ToolCall(
+            name=call.name,
+            arguments=call.arguments
+            if isinstance(call.arguments, str) and call.arguments
+            else json.dumps(call.arguments or {}, ensure_ascii=False),
+        )
+        for call in calls
+    )
 
 
 def _spoken_answer(message: AssistantMessage, param: str) -> tuple[TextPart, ...]:
@@ -119,30 +155,35 @@ def _spoken_answer(message: AssistantMessage, param: str) -> tuple[TextPart, ...
     return (TextPart(text=message.audio.transcript),) if message.audio.transcript else ()
 
 
-def _part(
-    part: TextContent | MediaContent, param: str, role: Role, info: ServiceInfo
-) -> TextPart | MediaPart:
-    if isinstance(part, TextContent):
-        return TextPart(text=part.text)
-    if role != "user":
+def _part(part: ContentPart, param: str, role: Role, info: ServiceInfo) -> Part | None:
+    """One part of a message; None for thoughts."""
+    is_media = isinstance(part, ImageContent | AudioContent | AudioUrlContent | VideoContent)
+    if is_media and role != "user":
         raise RequestError(
-            f"A message of the role '{role}' has text only; put the {_part_type(part)!r} part into a user message.",
+            f"A message of the role '{role}' has text only; put the {str(part.__struct_config__.tag)!r} part into a "
+            "user message.",
             param=param,
             code="invalid_value",
         )
     match part:
+        case TextContent(text=text) | RefusalContent(refusal=text):
+            return TextPart(text=text)
         case ImageContent(image_url=url):
-            return _media("image", url.url, f"{param}.image_url.url", info)
+            limit = _smallest(
+                as_integer(part.max_pixels, f"{param}.max_pixels"),
+                as_integer(url.max_pixels, f"{param}.image_url.max_pixels"),
+                LOW_DETAIL_PIXELS if url.detail == "low" else None,
+            )
+            image = _media("image", url.url, f"{param}.image_url.url", info)
+            return replace(image, max_pixels=limit)
         case AudioUrlContent(audio_url=url):
             return _media("audio", url.url, f"{param}.audio_url.url", info)
         case VideoContent(video_url=url):
             return _media("video", url.url, f"{param}.video_url.url", info)
         case AudioContent(input_audio=audio):
             return _media("audio", audio.data, f"{param}.input_audio.data", info, is_base64=True)
-
-
-def _part_type(part: MediaContent) -> str:
-    return str(part.__struct_config__.tag)
+        case _:
+            return None
 
 
 def _media(

@@ -17,7 +17,7 @@ from mingc.prompts.conversation import Message, VideoParams
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.audio_format import AudioFormat
 from mingc.server.http.body import decode_body, decode_small
-from mingc.server.http.field_errors import invalid, missing, shorten, too_long, wrong_type
+from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
@@ -71,7 +71,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
         )
     body = decode_body(raw, CHAT_BODY)
     _check_model(body.model, info)
-    messages = parse_messages(body, info)
+    messages = parse_messages(body, info, options)
     audio_format, speech = _audio(body, info, options)
     sampling = _sampling(body)
     if speech is not None and speech.seed is None:
@@ -227,18 +227,9 @@ def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
     return name
 
 
-def _integer(value: int | float | None, param: str) -> int | None:
-    """Read an integer; 4.0 counts as 4, because JSON does not distinguish them."""
-    if isinstance(value, float):
-        if not value.is_integer():
-            raise wrong_type(param, "an integer", f"{value}")
-        return int(value)
-    return value
-
-
 def _seed(value: int | float | None, param: str) -> int | None:
     """Any signed 64-bit integer, as OpenAI allows; negative ones become their two's complement: 0 ≤ seed < 2^64."""
-    seed = _integer(value, param)
+    seed = as_integer(value, param)
     low, high = -(1 << 63), (1 << 64) - 1
     if seed is None:
         return None
@@ -255,17 +246,17 @@ def _sampling(body: ChatBody) -> SamplingParams:
         return fallback if value is None else value
 
     max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
-    min_tokens = _integer(body.min_tokens, "min_tokens") or default.min_tokens
+    min_tokens = as_integer(body.min_tokens, "min_tokens") or default.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"is {min_tokens}, more than 'max_tokens' ({max_tokens})")
     stop_token_ids = [
-        _integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
+        as_integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
     ]
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body.temperature, default.temperature),
         top_p=number(body.top_p, default.top_p),
-        top_k=max(_integer(body.top_k, "top_k") or default.top_k, 0),
+        top_k=max(as_integer(body.top_k, "top_k") or default.top_k, 0),
         min_p=number(body.min_p, default.min_p),
         repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
         stop=_stop(body.stop),
@@ -278,8 +269,8 @@ def _sampling(body: ChatBody) -> SamplingParams:
 
 def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
     """Read a positive count that has two names; both may be given when they agree."""
-    first = _integer(getattr(fields, name), prefix + name)
-    second = _integer(getattr(fields, other), prefix + other)
+    first = as_integer(getattr(fields, name), prefix + name)
+    second = as_integer(getattr(fields, other), prefix + other)
     if first is not None and second is not None and first != second:
         why = f"is {second} and '{prefix}{name}' is {first}; they mean the same, send one"
         raise invalid(prefix + other, why)
@@ -318,10 +309,10 @@ def _include_usage(body: ChatBody) -> bool:
 def _video(body: ChatBody) -> VideoParams:
     return VideoParams(
         fps=body.video_fps,
-        max_frames=_integer(body.video_max_frames, "video_max_frames"),
-        min_pixels=_integer(body.video_min_pixels, "video_min_pixels"),
-        max_pixels=_integer(body.video_max_pixels, "video_max_pixels"),
-        total_pixels=_integer(body.video_total_pixels, "video_total_pixels"),
+        max_frames=as_integer(body.video_max_frames, "video_max_frames"),
+        min_pixels=as_integer(body.video_min_pixels, "video_min_pixels"),
+        max_pixels=as_integer(body.video_max_pixels, "video_max_pixels"),
+        total_pixels=as_integer(body.video_total_pixels, "video_total_pixels"),
     )
 
 

@@ -1,14 +1,16 @@
 """JSON bodies of `/v1/chat/completions` and `/v1/audio/speech`: names, types and ranges of all fields, declared once.
 
 Decoding, range checks, error messages and the OpenAPI document come from these structs. Every field may be null, which
-counts as absent. A field of the type `Raw` is not decoded: it is ignored or refused. `mingc.server.http.parsing` makes
-the checks that need the artifact or another field.
+counts as absent. A field of the type `Raw` is not decoded: it is ignored or refused. Unknown fields are refused at the
+top level, where a typing error would change the answer; messages and their parts may have any, because clients send
+back what other servers and libraries added to them. `mingc.server.http.parsing` makes the checks that need the artifact
+or another field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Raw, Struct, defstruct, field, json
 
@@ -18,6 +20,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOKENS = 1 << 24  # a sanity bound; the service checks the context length
 MAX_PIXELS = 1 << 30
+LOW_DETAIL_PIXELS = 512 * 512  # as with OpenAI
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
 MAX_TOKEN_ID = 1 << 24
@@ -43,47 +46,73 @@ MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 _FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
 
 
-class TextContent(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+class TextContent(Struct, tag_field="type", tag="text"):
     text: str
 
 
-class MediaUrl(Struct, forbid_unknown_fields=True):
-    """An http(s) or data URL, or a local path. `detail` is accepted: the artifact's own rule sizes pictures."""
+class RefusalContent(Struct, tag_field="type", tag="refusal"):
+    """What an earlier answer said instead of an answer."""
+
+    refusal: str
+
+
+class ThinkingContent(Struct, tag_field="type", tag="thinking"):
+    """Thoughts of an earlier answer, which are no part of the prompt."""
+
+
+class RedactedThinkingContent(Struct, tag_field="type", tag="redacted_thinking"):
+    """Like `thinking`."""
+
+
+class ReasoningContent(Struct, tag_field="type", tag="reasoning"):
+    """Like `thinking`."""
+
+
+class MediaUrl(Struct):
+    """An http(s) or data URL, or a local path."""
 
     url: Media
+
+
+class ImageUrl(MediaUrl):
+    """`detail`: `low` scales a picture down to 262,144 pixels. `max_pixels`: scales it down to so many."""
+
     detail: Literal["auto", "low", "high", "original"] | None = None
+    max_pixels: Pixels | None = None
 
 
-class ImageContent(Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True):
-    image_url: MediaUrl
+class ImageContent(Struct, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+    max_pixels: Pixels | None = None
 
 
-class AudioUrlContent(Struct, tag_field="type", tag="audio_url", forbid_unknown_fields=True):
+class AudioUrlContent(Struct, tag_field="type", tag="audio_url"):
     audio_url: MediaUrl
 
 
-class VideoContent(Struct, tag_field="type", tag="video_url", forbid_unknown_fields=True):
+class VideoContent(Struct, tag_field="type", tag="video_url"):
     video_url: MediaUrl
 
 
-class AudioData(Struct, forbid_unknown_fields=True):
-    """Base64 audio. The decoder detects the format from the bytes; `format` only catches mistakes early."""
+class AudioData(Struct):
+    """Base64 audio. The decoder detects the format from the bytes, whatever `format` says."""
 
     data: Media
-    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"] | None = None
+    format: str | None = None
 
 
-class AudioContent(Struct, tag_field="type", tag="input_audio", forbid_unknown_fields=True):
+class AudioContent(Struct, tag_field="type", tag="input_audio"):
     input_audio: AudioData
 
 
+Thoughts = ThinkingContent | RedactedThinkingContent | ReasoningContent
 MediaContent = ImageContent | AudioContent | AudioUrlContent | VideoContent
-Content = str | Annotated[list[TextContent | MediaContent], Meta(max_length=MAX_PARTS)]
+ContentPart = TextContent | RefusalContent | Thoughts | MediaContent
+Content = str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
 
 
-class _GivenMessage(Struct, tag_field="role", forbid_unknown_fields=True):
+class _GivenMessage(Struct, tag_field="role"):
     content: Content | None = None
-    name: Raw = _ABSENT
 
 
 class SystemMessage(_GivenMessage, tag="system"):
@@ -98,26 +127,43 @@ class UserMessage(_GivenMessage, tag="user"):
     pass
 
 
+class ToolMessage(_GivenMessage, tag="tool"):
+    """Result of a call that an earlier answer made."""
+
+
+class FunctionMessage(_GivenMessage, tag="function"):
+    """The older name of `tool`."""
+
+
+class FunctionCall(Struct):
+    """`arguments`: JSON as text, as OpenAI sends it, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCallBody(Struct):
+    function: FunctionCall
+
+
 class EarlierAudio(Struct):
     """Audio of an earlier answer. Only the transcript is read."""
 
     transcript: str | None = None
 
 
-class AssistantMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
-    """An earlier answer. A client may send it back as it was received, so all fields of an answer are accepted."""
+class AssistantMessage(_GivenMessage, tag="assistant"):
+    """An earlier answer. A client may send it back as it was received."""
 
-    content: Content | None = None
     audio: EarlierAudio | None = None
-    name: Raw = _ABSENT
-    refusal: Raw = _ABSENT
-    annotations: Raw = _ABSENT
-    reasoning_content: Raw = _ABSENT
-    tool_calls: Raw = _ABSENT
-    function_call: Raw = _ABSENT
+    refusal: str | None = None
+    tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_PARTS)] | None = None
+    function_call: FunctionCall | None = None
 
 
-MessageBody = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage
+MessageBody = (
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
+)
 
 
 class VoiceReference(Struct, forbid_unknown_fields=True):
@@ -183,6 +229,7 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: MinCount | None = None
     ignore_eos: bool | None = None
     seed: int | float | None = None
+    image_max_pixels: Pixels | None = None
     # video sampling
     video_fps: Annotated[float, Meta(gt=0.0, le=1000.0)] | None = None
     video_max_frames: Count | None = None

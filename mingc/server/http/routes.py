@@ -35,6 +35,7 @@ from mingc.server.http.streaming import (
     speech_events,
     speech_parts,
 )
+from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import route_of
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
@@ -82,9 +83,13 @@ Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
 
 @dataclass(kw_only=True, slots=True)
 class RequestBody:
-    """The body of a request and its charge. `take` drops the body, so that it is freed once it is parsed."""
+    """The body of a request, its charge, and what it adds to its API key's sums.
+
+    `take` drops the body, so that it is freed once it is parsed.
+    """
 
     charge: Charge
+    key: KeyUse
     raw: memoryview = _EMPTY
 
     def take(self) -> memoryview:
@@ -105,8 +110,9 @@ class GenerationRoute:
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
         with ExitStack() as place:
             place.enter_context(server.metrics.request_duration.labels(route).time())
+            key = place.enter_context(server.key_limits.admit(scope.get("state", {}).get("api_key")))
             place.enter_context(server.admit())
-            body = RequestBody(charge=place.enter_context(state.bodies.charge()))
+            body = RequestBody(charge=place.enter_context(state.bodies.charge()), key=key)
             try:
                 body.raw = await read_body(Request(scope, receive), server.options, state.bodies, body.charge)
             except ClientDisconnect:
@@ -170,6 +176,11 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     timer = server.metrics.timer()
     info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
+    body.key.add_chat(
+        "".join(message.text for message in parsed.messages),
+        parsed.sampling.max_tokens,
+        is_spoken=parsed.speech is not None,
+    )
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
     body.charge.set(sum(message.size for message in messages))
@@ -201,6 +212,7 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     timer = server.metrics.timer()
     info = server.service.info
     parsed = await state.parse(parse_speech, body.take())
+    body.key.add_speech(parsed.text)
     body.charge.set(0)
     audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
     request = SpeechRequest(

@@ -54,7 +54,7 @@ class WorkerConfig:
 def main() -> None:
     config = decode(WorkerConfig, json.loads(sys.argv[1]))
     # A terminal sends these signals to the whole process group; the server decides when its ranks end.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch_pipe(config.parent_pipe)  # ends the process also while it waits in a collective
     torch.set_num_threads(config.num_threads)

@@ -1,0 +1,34 @@
+"""Inputs of every client script. Standard library only, as each script runs in an environment of its own."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, base64."""
+
+    url: str
+    key: str
+    model: str
+    voice: str
+    image: str
+    clip: str
+
+    @staticmethod
+    def check_wav(data: str) -> None:
+        """Raise if the base64 `data` is no WAV of 44.1 kHz with sound in it."""
+        with wave.open(io.BytesIO(base64.b64decode(data))) as file:
+            assert file.getframerate() == 44100 and file.getnframes() > 0
+
+
+def run(main: Callable[[Inputs], None]) -> None:
+    """Call `main` with the inputs, which `run.py` writes to stdin as one JSON object."""
+    main(Inputs(**json.load(sys.stdin)))

@@ -1,0 +1,53 @@
+"""LiteLLM: three turns with a picture, a clip and spoken answers, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import litellm
+from client_inputs import Inputs, run
+
+
+def main(given: Inputs) -> None:
+    common: dict[str, Any] = {
+        "model": f"openai/{given.model}",
+        "api_base": given.url,
+        "api_key": given.key,
+        "max_tokens": 12,
+    }
+    messages: list[Any] = [{"role": "system", "content": [{"type": "text", "text": "Answer briefly."}]}]
+    turns: list[list[dict[str, Any]]] = [
+        [
+            {"type": "text", "text": "What is in this picture?", "cache_control": {"type": "ephemeral"}},
+            {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{given.image}", "detail": "auto"},
+            },
+        ],
+        [
+            {"type": "text", "text": "And what does the voice say?"},
+            {"type": "input_audio", "input_audio": {"data": given.clip, "format": "wav"}},
+        ],
+        [{"type": "text", "text": "Thank you."}],
+    ]
+    for content in turns:
+        messages.append({"role": "user", "content": content})
+        answer = litellm.completion(
+            messages=messages,
+            modalities=["text", "audio"],
+            audio={"voice": given.voice, "format": "wav"},
+            **common,
+        )
+        message = answer.choices[0].message
+        given.check_wav(message.audio.data)
+        messages.append(message)  # LiteLLM writes its own fields into it
+    messages.append({"role": "user", "content": "Once more."})
+    chunks = list(litellm.completion(messages=messages, stream=True, **common))
+    rebuilt = litellm.stream_chunk_builder(chunks, messages=messages)
+    assert rebuilt is not None and rebuilt.choices[0].finish_reason in ("length", "stop")
+    messages += [rebuilt.choices[0].message.model_dump(), {"role": "user", "content": "And again."}]
+    assert litellm.completion(messages=messages, **common).usage.completion_tokens > 0
+
+
+if __name__ == "__main__":
+    run(main)

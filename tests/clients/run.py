@@ -1,0 +1,120 @@
+"""Runs real clients against a server with the tiny artifact, each in an environment of its own: `make test-clients`.
+
+Environments are made under `build/clients` by pip and npm. `browser` needs Chromium (`CHROMIUM`: its program). Each
+script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
+exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import soundfile
+from eager_export import export_eager
+from mingc_command import REPOSITORY, serving
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent
+
+CLIENTS = {
+    "langchain_chat.py": ["langchain-openai"],
+    "litellm_chat.py": ["litellm"],
+    "llamaindex_chat.py": ["llama-index-llms-openai-like"],
+    "openai_node.mjs": ["openai"],
+    "ai_sdk.mjs": ["ai", "@ai-sdk/openai-compatible"],
+    "browser.mjs": ["openai", "playwright-core"],
+}
+_KEY = "key-of-the-client-tests"
+_OUTSIDE = {
+    name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+}  # a client sees no mingc
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("clients", nargs="*", help=f"which (default: all): {', '.join(CLIENTS)}")
+    parser.add_argument(
+        "--artifact", type=Path, help="default: the tiny checkpoint, exported without compiling"
+    )
+    given = parser.parse_args()
+    clients = given.clients or list(CLIENTS)
+    if unknown := [name for name in clients if name not in CLIENTS]:
+        sys.exit(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
+    folder = REPOSITORY / "build" / "clients"
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = folder / "keys"
+    keys.write_text(f"{_KEY}\n", encoding="utf-8")
+    with socket.socket() as chosen:  # of the page; the server allows its origin
+        chosen.bind(("127.0.0.1", 0))
+        page_port = chosen.getsockname()[1]
+    options = ("--api-key-file", keys, "--cors-origin", f"http://127.0.0.1:{page_port}")
+    failed = []
+    with serving(given.artifact or export_eager(), *options) as server:
+        inputs = json.dumps(
+            {
+                "url": f"{server.url}/v1",
+                "key": _KEY,
+                "model": "ming-omni",
+                "voice": "DB30",
+                "image": _picture(),
+                "clip": _clip(),
+            }
+        )
+        for name in clients:
+            command = _environment(folder, name)
+            if name == "browser.mjs":
+                inputs = json.dumps({**json.loads(inputs), "page_port": page_port})
+            done = subprocess.run(
+                command, input=inputs, text=True, capture_output=True, timeout=300, check=False, env=_OUTSIDE
+            )
+            print(f"{'passed' if done.returncode == 0 else 'FAILED'}  {name}", flush=True)
+            if done.returncode:
+                failed.append(name)
+                print(done.stdout + done.stderr, file=sys.stderr)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _environment(folder: Path, name: str) -> list[str]:
+    """Make the environment of a client where it is missing. Returns the command that runs its script there."""
+    home = folder / Path(name).stem
+    if name.endswith(".py"):
+        python = home / "bin" / "python"
+        if not (home / "ready").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-qqq", *CLIENTS[name]], check=True, env=_OUTSIDE)
+            (home / "ready").touch()
+        return [str(python), str(HERE / name)]
+    if not (home / "ready").exists():
+        home.mkdir(exist_ok=True)
+        subprocess.run(["npm", "install", "--silent", "--prefix", home, *CLIENTS[name]], check=True)
+        (home / "ready").touch()
+    script = home / name  # Node looks for packages beside the script
+    script.write_bytes((HERE / name).read_bytes())
+    return ["node", str(script)]
+
+
+def _picture() -> str:
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((112, 84)).convert("RGB").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _clip() -> str:
+    file = io.BytesIO()
+    seconds = np.arange(16000) / 16000
+    soundfile.write(file, 0.3 * np.sin(2 * np.pi * 220 * seconds), 16000, format="WAV", subtype="PCM_16")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+if __name__ == "__main__":
+    main()
