@@ -66,12 +66,13 @@ def body(num_words: int, tokens: int, index: int = 0) -> dict[str, Any]:
     }
 
 
-async def ask(client: httpx.AsyncClient, request: dict[str, Any], until: float | None = None) -> Seen:
+async def ask(client: httpx.AsyncClient, request: dict[str, Any] | bytes, until: float | None = None) -> Seen:
     """Send one request and record arrivals of tokens; disconnect at the first one after time `until`.
 
     Its time begins with the serialised body, which for a clip takes the client milliseconds to write.
     """
-    content, headers = json.dumps(request).encode(), {"content-type": "application/json"}
+    content = request if isinstance(request, bytes) else json.dumps(request).encode()
+    headers = {"content-type": "application/json"}
     seen = Seen(time.perf_counter())
     async with client.stream("POST", "/v1/chat/completions", content=content, headers=headers) as response:
         if response.status_code != 200:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import signal
 import sys
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,15 @@ from mingc.server.metrics import STAGES
 
 Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]
+PROSE_SERVER = Path(__file__).with_name("prose_server.py")
+_PATCH_S = 0.32
 _MAX_UNDERRUNS, _MAX_FIRST_AUDIO_MS = 0.01, 300.0
 _LOAD_INDEXES = 10**7  # indexes of one load's requests: every load has requests that no other one sends
 # Prompts share the beginning of the chat template, which is in the prefix cache after the first one.
 _TEMPLATE_TOKENS = 64
 _BUILD_S = 0.5  # for building the requests of an open loop before the first one is sent
+# For writing a request in a process of clients of a closed loop: more than twice what it takes.
+_WRITE_S = {"text": 0.002, "image": 0.02, "clip": 0.05, "speech": 0.002}
 
 
 @dataclass(slots=True)
@@ -162,6 +167,7 @@ class Measurement:
             given.patches,
             image_pixels=given.image_pixels,
             clip_s=given.clip_seconds,
+            segment_patches=given.segment_patches,
             sampling=given.sampling,
         )
         self._num_loads = 0
@@ -177,23 +183,37 @@ class Measurement:
             load(url, samples)
 
     def _load(
-        self, run: Callable[..., list[Any]], url: str, concurrency: int, workloads: Sequence[str], *when: Any
+        self,
+        run: Callable[..., list[Any]],
+        url: str,
+        concurrency: int,
+        workloads: Sequence[str],
+        *when: Any,
+        sizes: Sizes | None = None,
     ) -> list[Any]:
         """Answers of one load, none of whose requests was sent before. `when`: rounds, or times, and an end."""
         self._num_loads += 1
         before = encoder_hits(httpx.get(f"{url}/metrics").text)
-        arguments = (workloads, when[0], self._sizes, self._num_loads * _LOAD_INDEXES, *when[1:])
+        arguments = (workloads, when[0], sizes or self._sizes, self._num_loads * _LOAD_INDEXES, *when[1:])
         answers = self._clients.load(run, url, concurrency, *arguments)
         check_cold(answers, encoder_hits(httpx.get(f"{url}/metrics").text) - before)
         return answers
 
+    def _closed(
+        self, url: str, concurrency: int, workloads: Sequence[str], rounds: int, until: float | None = None
+    ) -> list[Answer]:
+        """Answers of a closed loop. Its clients begin together, when all have written their requests."""
+        most = -(-concurrency // self._given.client_processes) * (rounds if until is None else 1)
+        begin = time.perf_counter() + _BUILD_S + most * max(_WRITE_S[each] for each in workloads)
+        return self._load(closed_loop, url, concurrency, workloads, rounds, begin, until)
+
     def _closed_loops(self) -> list[Callable[[str, Samples], None]]:
         def load(workload: str, concurrency: int) -> Callable[[str, Samples], None]:
             def run(url: str, samples: Samples) -> None:
-                self._load(closed_loop, url, concurrency, (workload,), 1)  # warms up
+                self._closed(url, concurrency, (workload,), 1)  # warms up
                 rounds = self._given.single_rounds if concurrency == 1 else self._given.rounds
                 keys = {"load": "closed", "workload": workload, "concurrency": concurrency}
-                answers = self._load(closed_loop, url, concurrency, (workload,), rounds)
+                answers = self._closed(url, concurrency, (workload,), rounds)
                 add_answers(samples, answers, **keys)
 
             return run
@@ -238,7 +258,8 @@ class Measurement:
             # All start within the time of a few patches, not in the same instant.
             begin = time.perf_counter() + _BUILD_S
             due = [begin + index * self._given.stagger / count for index in range(count)]
-            found = self._load(open_loop, url, count, ("speech",), due)
+            long = replace(self._sizes, patches=math.ceil(self._given.listener_seconds / _PATCH_S))
+            found = self._load(open_loop, url, count, ("speech",), due, sizes=long)
             answers = [each for each in found if each is not None]
             keys = {"load": "listeners", "listeners": count}
             add_answers(samples, answers, **keys)
@@ -254,10 +275,10 @@ class Measurement:
         if not {"text", "speech"} <= {*self._given.workloads} or not (streams and speakers):
             return
         for count in (0, speakers):
-            until = time.perf_counter() + self._given.window
+            until = time.perf_counter() + 2 * _BUILD_S + self._given.window
             keys = {"load": "beside", "streams": streams, "speakers": count}
             workloads = ("text",) * streams + ("speech",) * count
-            found = self._load(closed_loop, url, len(workloads), workloads, MAX_TURNS, until)
+            found = self._closed(url, len(workloads), workloads, MAX_TURNS, until)
             answers = [each for each in found if each.text is not None]
             spoken = [each for each in found if each.text is None]
             texts = [each.text for each in answers if each.text is not None]
@@ -341,6 +362,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--serve", default="", help="further words of `mingc serve`")
     parser.add_argument(
+        "--answers",
+        choices=("random", "prose"),
+        default="random",
+        help="texts of the answers: of the random tokens, or of fixed answers in two languages (prose_server.py)",
+    )
+    parser.add_argument(
         "--servers", type=whole(1, 16), default=3, help="server processes, one after the other"
     )
     parser.add_argument("--workloads", type=workload_names, default=",".join(WORKLOADS))
@@ -353,6 +380,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--sampling", type=sampling_fields, default={}, help="of chats, as JSON; default: greedy"
     )
     parser.add_argument("--patches", type=whole(1), default=30, help="most patches of a speech request")
+    parser.add_argument(
+        "--segment-patches", type=whole(1), default=10, help="most patches of each segment of a spoken answer"
+    )
     parser.add_argument("--image-pixels", type=whole(32, 8192), default=512, help="512: 1,024 patches of 16")
     parser.add_argument("--clip-seconds", type=seconds, default=10.0)
     parser.add_argument(
@@ -361,6 +391,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bisections", type=whole(0, 12), default=5, help="between them; 0: no open loop")
     parser.add_argument("--window", type=seconds, default=20.0, help="seconds of arrivals, and of streams")
     parser.add_argument("--listeners", type=wholes(1, 1024), default="64,128,256,400,600,800")
+    parser.add_argument(
+        "--listener-seconds", type=seconds, default=60.0, help="of speech that each listener hears"
+    )
     parser.add_argument(
         "--stagger", type=seconds, default=2.0, help="seconds within which all listeners start"
     )
@@ -389,8 +422,10 @@ def main() -> None:
         log = Path(scratch) / "server.log"
         try:
             words = shlex.split(given.serve)
+            programs = [[str(PROSE_SERVER)]] if given.answers == "prose" else []
             for _ in range(given.servers):
-                with server(given.artifact, Path(scratch) / "caches", log, words) as (url, phases, _):
+                caches = Path(scratch) / "caches"
+                with server(given.artifact, caches, log, words, *programs) as (url, phases, _):
                     health = httpx.get(f"{url}/health").json()
                     samples = Samples()
                     for phase, passed in phases.items():

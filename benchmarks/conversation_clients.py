@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import random
 import time
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ WORKLOADS = ("text", "image", "clip", "speech")
 SPOKEN = ("clip", "speech")  # workloads whose answers have sound
 _CLIP_RATE = 16_000
 MAX_CLIENTS, MAX_TURNS = 1_000, 10_000  # of a load: their product is the number of its requests
+_SENTENCE_PATCHES = 60  # 19.2 s
 _SPREAD = 0.5  # lengths of answers are uniform within this share of the wanted one
 
 
@@ -39,6 +41,7 @@ class Sizes:
         words: of a prompt.
         tokens: of an answer of text; exact.
         patches: most patches of a speech request.
+        segment_patches: most patches of each segment of a spoken answer; random weights end none earlier.
         image_pixels: width and height of the image.
         clip_s: seconds of the spoken clip.
         is_varied: whether lengths of answers differ from request to request.
@@ -50,6 +53,7 @@ class Sizes:
     patches: int
     image_pixels: int
     clip_s: float
+    segment_patches: int = 10
     is_varied: bool = False
     sampling: dict[str, float] = field(default_factory=dict)
 
@@ -123,10 +127,17 @@ def clip_base64(seconds: float, index: int) -> str:
 
 
 def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
-    """The body of request `index`; the same index is the same request."""
+    """The body of request `index`; the same index is the same request.
+
+    Speech longer than one sentence may be is that of several sentences, equally long.
+    """
     share = random.Random(index).uniform(1 - _SPREAD, 1 + _SPREAD) if sizes.is_varied else 1.0
     if workload == "speech":
-        return speech_clients.body(index, max(1, round(share * sizes.patches)), streamed=True)
+        patches = max(1, round(share * sizes.patches))
+        count = -(-patches // _SENTENCE_PATCHES)
+        sentences = speech_clients.SENTENCES * -(-count // len(speech_clients.SENTENCES))
+        text = f"{'. '.join(sentences[:count])}, number {index}." if count > 1 else None
+        return speech_clients.body(index, -(-patches // count), streamed=True, text=text)
     body = chat_clients.body(sizes.words, max(2, round(share * sizes.tokens)), index) | sizes.sampling
     parts: list[dict[str, Any]] = [{"type": "text", "text": body["messages"][0]["content"]}]
     if workload == "image":
@@ -134,11 +145,14 @@ def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
     if workload == "clip":
         sound = {"data": clip_base64(sizes.clip_s, index), "format": "wav"}
         parts = [{"type": "input_audio", "input_audio": sound}]
-        body |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+        body |= {
+            "modalities": ["text", "audio"],
+            "audio": {"format": "pcm16", "max_steps": sizes.segment_patches},
+        }
     return {**body, "messages": [{"role": "user", "content": parts}]}
 
 
-async def ask(client: httpx.AsyncClient, workload: str, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, workload: str, body: bytes) -> Answer:
     """Send one request. Raises: SystemExit when it is refused or fails."""
     if workload == "speech":
         received = await speech_clients.ask(client, body)
@@ -156,21 +170,37 @@ def closed_loop(
     rounds: int,
     sizes: Sizes,
     first: int,
+    begin: float,
     until: float | None = None,
 ) -> list[Answer]:
     """Run the clients `indexes`, each with `rounds` sequential requests; only its first is sent after time `until`.
 
-    Requests have the indexes from `first`, and no index twice.
+    Requests have the indexes from `first`, and no index twice. Without `until` they are all written before the first
+    one is sent at time `begin`: writing a clip takes longer than the server needs for it, and a client that writes one
+    would stamp the arrivals of its process's other answers too late.
 
     The workloads are those of the clients, in turns.
     """
 
+    def write(index: int, turn: int) -> bytes:
+        workload = workloads[index % len(workloads)]
+        return json.dumps(request_of(workload, first + MAX_CLIENTS * turn + index, sizes)).encode()
+
+    written = {
+        (index, turn): write(index, turn)
+        for index in indexes
+        for turn in range(rounds if until is None else 1)
+    }
+    if (late := time.perf_counter() - begin) > 0:
+        raise SystemExit(f"the clients needed {late:.1f} s more to write their requests: begin later")
+
     async def one(client: httpx.AsyncClient, index: int) -> list[Answer]:
         workload, answers = workloads[index % len(workloads)], list[Answer]()
+        await asyncio.sleep(begin - time.perf_counter())
         for turn in range(rounds):
             if until is not None and answers and time.perf_counter() > until:
                 break
-            body = request_of(workload, first + MAX_CLIENTS * turn + index, sizes)
+            body = written.pop((index, turn), None) or write(index, turn)
             answers.append(await ask(client, workload, body))
         return answers
 
@@ -191,7 +221,7 @@ def open_loop(
 
     async def one(client: httpx.AsyncClient, index: int) -> Answer | None:
         workload = workloads[index % len(workloads)]
-        body = request_of(workload, first + index, sizes)
+        body = json.dumps(request_of(workload, first + index, sizes)).encode()
         await asyncio.sleep(due[index] - time.perf_counter())
         with suppress(SystemExit, httpx.HTTPError):
             answer = await ask(client, workload, body)

@@ -30,11 +30,16 @@ def read_ready(child: subprocess.Popen[str], log: Path) -> dict[str, Any]:
 
 @contextmanager
 def server(
-    artifact: Path, caches: Path, log: Path, options: Sequence[str] = ()
+    artifact: Path,
+    caches: Path,
+    log: Path,
+    options: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "mingc.console.child_main"),
 ) -> Iterator[tuple[str, dict[str, float], int]]:
     """A server as a child: its address, the seconds of its phases, its process id. It ends when this process does.
 
-    `options` are further words of `mingc serve`. A compiler, were one used, would leave its caches in `caches`.
+    `options` are further words of `mingc serve`; `program` are the words of Python that start `mingc`. A compiler, were
+    one used, would leave its caches in `caches`.
     """
     environment = {
         **os.environ,
@@ -55,7 +60,7 @@ def server(
     started = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mingc.console.child_main", *words],
+            [sys.executable, *program, *words],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,12 +61,14 @@ def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -
 
 
 async def ask(
-    client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None = None
+    client: httpx.AsyncClient, request: dict[str, Any] | bytes, chunks: int | None = None
 ) -> ReceivedSpeech:
     """Send one request and record arrivals; disconnect after `chunks` of them when given."""
+    content = request if isinstance(request, bytes) else json.dumps(request).encode()
+    headers = {"content-type": "application/json"}
     received = ReceivedSpeech(time.perf_counter())
     count = 0
-    async with client.stream("POST", "/v1/audio/speech", json=request) as response:
+    async with client.stream("POST", "/v1/audio/speech", content=content, headers=headers) as response:
         if response.status_code != 200:
             raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
         async for data in response.aiter_raw():

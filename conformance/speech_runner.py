@@ -120,6 +120,7 @@ class SpeechRunner:
         """Hidden state (1, D) of the last prompt token; leaves the prompt in the slot."""
         self._calls.begin({})
         self._worker.add(_SLOT, segment)
+        self._worker.prefill()
         return self._calls.kept("prefill", "hidden")[-1:]
 
     def steps(self, segment: SpeechSegment, embeds: Floats) -> Floats:
@@ -229,8 +230,10 @@ def _forced_outputs(
     outputs = {}
     for output in spec.outputs:
         shape = [size if isinstance(size, int) else 1 for size in output.shape]
-        value = torch.from_numpy(values[output.name]) if output.name in values else torch.zeros(shape)
-        outputs[output.name] = value.reshape(shape).to(device, torch_dtype(output.dtype))
+        value = torch.zeros(shape)
+        if output.name in values:
+            value[:1] = torch.from_numpy(values[output.name])
+        outputs[output.name] = value.to(device, torch_dtype(output.dtype))
     return outputs
 
 

@@ -19,7 +19,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 9
+SCHEMA = 10
 FILE_NAME = "manifest.json"
 NO_SERVED_GOLDENS = "no served goldens: "  # begins the note that says why an export recorded no requests
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied

@@ -89,6 +89,7 @@ class TalkerParameters:
     stop_threshold: float
     default_voice: str | None
     max_segment_length: int
+    chunk_alignment: int  # the first row of each prompt of a prefill chunk is a multiple of this
     # A segment is cut off after this much speech a character, but not before the least length (talker.md §5).
     cap_seconds_per_character: float = 5818 / 16000
     cap_min_seconds: float = 2.0

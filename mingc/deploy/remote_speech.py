@@ -119,7 +119,7 @@ class RemoteSpeechService:
     ) -> AsyncGenerator[Event]:
         caption_instruction(params.instructions or "")  # raises before any text is sent
         seed = params.seed if params.seed is not None else text_seed
-        spoken = SpokenText(self._max_segment_length, self._speech_text, is_reproducible=seed is not None)
+        spoken = SpokenText(self._max_segment_length, self._speech_text)
         segments = _Segments(self._speak, params, random_seed() if seed is None else seed)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
@@ -138,17 +138,10 @@ class RemoteSpeechService:
                     else:
                         yield event
 
-        async def tick(tick_s: float) -> None:
-            while not segments.is_ended:
-                await asyncio.sleep(tick_s)
-                segments.add(spoken.tick())
-
         tasks = [
             asyncio.create_task(_pump(read_text(), merged)),
             asyncio.create_task(_pump(segments.events(), merged)),
         ]
-        if spoken.tick_s is not None:
-            tasks.append(asyncio.create_task(tick(spoken.tick_s)))
         try:
             for _ in range(2):
                 async for event in _items(merged):

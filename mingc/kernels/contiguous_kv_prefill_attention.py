@@ -1,4 +1,4 @@
-"""Prefill attention of the speech LLM: a chunk of one request's prompt, keys and values in a fixed slot."""
+"""Prefill attention of the speech LLM: a chunk of the prompts of several requests, keys and values in fixed slots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
 from mingc.kernels.dispatch import use_triton
 
 
@@ -15,19 +16,22 @@ def contiguous_kv_prefill_attention(
     sin: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
-    slot: Tensor,
-    start: Tensor,
-    last: Tensor,
+    slots: Tensor,
+    segment: Tensor,
+    index: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Write T chunk tokens to the slot at rows `start`, `start + 1`, … and attend causally to it.
+    """Write T chunk tokens to their slots and attend causally to these.
 
     Args:
         qkv: (T, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
         cos, sin: (T, d/2) float32 of each token's position.
         k_slots, v_slots: (S, N, Hk, d), mutated.
-        slot, start, last: (1,) int64. Tokens after chunk index `last` are padding: they are written to slot 0,
-            which is never read, so that a padded chunk cannot run past the end of its slot.
+        slots: (R,) int64, of each request.
+        segment: (T,) int64, the request of each token; the first token of each is at a multiple of
+            `chunk_layout.SLOT_CHUNK_ALIGNMENT`. -1: padding, which follows the tokens of a request and is written to
+            slot 0, which is never read.
+        index: (T,) int64, row of the slot, which is the token's position; of padding any row.
         window: number of newest tokens visible to a query, itself included; None: all.
 
     Returns: (T, Hq d) in the dtype of `qkv`; padding rows are finite but meaningless.
@@ -37,7 +41,7 @@ def contiguous_kv_prefill_attention(
 
         seen = k_slots.shape[1] if window is None else window
         out: Tensor = gpu.contiguous_kv_prefill_attention(
-            qkv.contiguous(), cos, sin, k_slots, v_slots, slot, start, last, seen
+            qkv.contiguous(), cos, sin, k_slots, v_slots, slots, segment, index, seen
         )
         return out
     tokens = qkv.shape[0]
@@ -48,25 +52,22 @@ def contiguous_kv_prefill_attention(
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
 
-    index = torch.arange(tokens, device=qkv.device)
-    is_real = index <= last
-    target = (torch.where(is_real, slot, 0), torch.where(is_real, start + index, index % num_rows))
-    k_slots.index_put_(target, rotated[:, heads:])
-    v_slots.index_put_(target, packed[:, heads + kv_heads :])
+    owner = torch.where(segment < 0, 0, slots[segment.clamp(min=0)])
+    k_slots.index_put_((owner, index), rotated[:, heads:])
+    v_slots.index_put_((owner, index), packed[:, heads + kv_heads :])
 
+    # Padding reads the slot of the request before it, as in the kernel, so that both compute the same.
+    block = torch.arange(tokens, device=qkv.device) // SLOT_CHUNK_ALIGNMENT * SLOT_CHUNK_ALIGNMENT
+    seen_slots = owner[block]
     row = torch.arange(num_rows, device=qkv.device)
-    # Padding may lie beyond the slot's last row; the clamp keeps at least one row visible to it.
-    position = (start + index).clamp(max=num_rows - 1).unsqueeze(1)
-    visible = row <= position
+    visible = row <= index.unsqueeze(1)
     if window is not None:
-        visible = visible & (row > position - window)
-    groups = heads // kv_heads
-    keys = k_slots[slot].permute(2, 0, 1, 3).expand(kv_heads, groups, num_rows, size)
-    values = v_slots[slot].permute(2, 0, 1, 3).expand(kv_heads, groups, num_rows, size)
+        visible = visible & (row > index.unsqueeze(1) - window)
+    # Queries that share a KV head go on the sequence axis, so that keys need not be repeated.
     context = F.scaled_dot_product_attention(
-        rotated[:, :heads].view(tokens, kv_heads, groups, size).permute(1, 2, 0, 3),
-        keys,
-        values,
-        attn_mask=visible[None, None],
+        rotated[:, :heads].reshape(tokens, kv_heads, heads // kv_heads, size),
+        k_slots[seen_slots].transpose(1, 2),
+        v_slots[seen_slots].transpose(1, 2),
+        attn_mask=visible[:, None, None, :],
     )
-    return context.permute(2, 0, 1, 3).reshape(tokens, heads * size)
+    return context.reshape(tokens, heads * size)

@@ -156,7 +156,9 @@ def _segment(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _slots(case: ProbeCase, shape: _Shape) -> Tensor:
-    return torch.arange(1, shape[0] + 1)
+    """A slot for each request, and slot 0 for rows without one."""
+    slots = torch.arange(1, shape[0] + 1)
+    return torch.where(slots <= case.requests, slots, 0)
 
 
 def _lengths(case: ProbeCase, shape: _Shape) -> Tensor:
@@ -204,10 +206,8 @@ _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "positions": _positions,
     "page_table": _page_table,
     "lengths": _lengths,
-    "start": lambda case, shape: torch.full(shape, case.context),
     "last": lambda case, shape: torch.full(shape, case.tokens - 1),
     "index": lambda case, shape: case.context + torch.arange(shape[0]),
-    "slot": _slots,
     "slots": _slots,
     "patch_index": lambda case, shape: torch.full(shape, _STEADY_PATCH),
     "num_frames": _num_frames,

@@ -102,15 +102,11 @@ class RequestStream:
         except RuntimeError:  # the event loop is closed: there is no reader
             self.is_closed = True
 
-    async def get(self, timeout_s: float | None = None) -> Item | None:
-        """The next item; None if there is none for `timeout_s`."""
-        if not self._items:
+    async def get(self) -> Item:
+        """The next item."""
+        while not self._items:
             self._filled.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._filled.wait()
-            except TimeoutError:
-                return None
+            await self._filled.wait()
         item = self._items.popleft()
         if isinstance(item, AudioDelta):
             self._patches_taken += 1

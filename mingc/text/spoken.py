@@ -6,9 +6,7 @@ goldens pin.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, get_args
 
 from mingc.text.natural.segments import NaturalSegmenter
@@ -19,8 +17,6 @@ from mingc.text.stream_filters import ThoughtFilter
 SpeechText = Literal["natural", "reference"]
 SPEECH_TEXTS: tuple[SpeechText, ...] = get_args(SpeechText)
 
-_TICK_S = 0.05  # how often to check whether the first segment has waited long enough
-_FIRST_WAIT_S = 0.45
 _MAX_UNITS = 40  # of a natural segment
 
 
@@ -29,7 +25,7 @@ def spoken_pieces(text: str, max_length: int, rules: SpeechText) -> Iterator[str
     if rules == "reference":
         yield from iter_speech_segments(text, max_length)
         return
-    segmenter = _natural(max_length, first_wait_s=math.inf)
+    segmenter = NaturalSegmenter(min(max_length, _MAX_UNITS), first_min_units=None)
     yield from segmenter.push(text)
     yield from segmenter.flush()
 
@@ -37,41 +33,24 @@ def spoken_pieces(text: str, max_length: int, rules: SpeechText) -> Iterator[str
 class SpokenText:
     """Turns the text deltas of one answer, without its thought, into normalised pieces, one per segment of the talker.
 
-    Iterating over a result computes the pieces; iterate over one result before the next call.
+    The first piece ends with the first clause that is long enough, so that speech starts early; the pieces depend on
+    the text alone. Iterating over a result computes the pieces; iterate over one result before the next call.
 
     Args:
         max_length: length of the longest piece, in words and ideographs.
-        is_reproducible: whether the pieces depend on the text alone; otherwise the first segment has a maximum wait.
-        clock: returns seconds, for this wait.
-
-    Attributes:
-        tick_s: call `tick` after so many seconds without a delta; None: never.
     """
 
-    def __init__(
-        self,
-        max_length: int,
-        rules: SpeechText,
-        *,
-        is_reproducible: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.tick_s = None if is_reproducible else _TICK_S
+    def __init__(self, max_length: int, rules: SpeechText) -> None:
         self._thoughts = ThoughtFilter()
-        wait_s = math.inf if is_reproducible else _FIRST_WAIT_S
         self._segmenter = (
-            _natural(max_length, first_wait_s=wait_s, clock=clock)
+            NaturalSegmenter(min(max_length, _MAX_UNITS))
             if rules == "natural"
-            else _ReferenceSegmenter(max_length, first_wait_s=wait_s, clock=clock)
+            else _ReferenceSegmenter(max_length)
         )
 
     def push(self, delta: str) -> Iterator[str]:
         """The pieces that `delta` completes."""
         return self._segmenter.push(self._thoughts.push(delta))
-
-    def tick(self) -> Iterator[str]:
-        """The pieces that have waited long enough."""
-        return self._segmenter.tick()
 
     def finish(self) -> Iterator[str]:
         """The remaining pieces, at the end of the answer."""
@@ -79,24 +58,15 @@ class SpokenText:
         yield from self._segmenter.flush()
 
 
-def _natural(
-    max_length: int, *, first_wait_s: float, clock: Callable[[], float] = time.monotonic
-) -> NaturalSegmenter:
-    return NaturalSegmenter(min(max_length, _MAX_UNITS), first_wait_s=first_wait_s, clock=clock)
-
-
 class _ReferenceSegmenter:
     """The live segmenter with the official cut behind it."""
 
-    def __init__(self, max_length: int, *, first_wait_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, max_length: int) -> None:
         self._max_length = max_length
-        self._segmenter = LiveSegmenter(clock, first_wait_ms=first_wait_s * 1000)
+        self._segmenter = LiveSegmenter()
 
     def push(self, delta: str) -> Iterator[str]:
         return self._pieces(self._segmenter.push(delta))
-
-    def tick(self) -> Iterator[str]:
-        return self._pieces(self._segmenter.tick())
 
     def flush(self) -> Iterator[str]:
         return self._pieces(self._segmenter.flush())

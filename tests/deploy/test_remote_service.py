@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -248,7 +247,7 @@ def test_pieces_go_on_where_the_streaming_cut_was() -> None:
         max_segment_length=200,
         speech_text="reference",
     )
-    segments = [*(live := LiveSegmenter(first_wait_ms=math.inf)).push(text), *live.flush()]
+    segments = [*(live := LiveSegmenter()).push(text), *live.flush()]
     assert (
         [call.text for call in speech_side.calls]
         == [piece for each in segments for piece in iter_speech_segments(each.text, 200, state=each.state)]
@@ -265,8 +264,6 @@ def test_an_answer_without_text_is_silent() -> None:
 
 
 def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest() -> None:
-    """Only without a seed: where the first segment ends depends on the time then."""
-
     async def run() -> None:
         goes_on = asyncio.Event()
         speech_side = FakeSpeech()
@@ -278,21 +275,6 @@ def test_the_first_clause_of_a_slow_answer_is_spoken_before_the_rest() -> None:
         events = await asyncio.wait_for(collecting, 20)
         assert "us go" in speech_side.calls[-1].text and isinstance(events[-1], Done)
         assert len(asyncio.all_tasks()) == 1, "no task of the answer is left"
-
-    asyncio.run(run())
-
-
-def test_with_a_seed_the_time_decides_nothing() -> None:
-    async def run() -> None:
-        goes_on = asyncio.Event()
-        speech_side = FakeSpeech()
-        text = TextService(["Well then, my dear friend, let ", goes_on, "us go."])
-        collecting = asyncio.create_task(_all(service(text, speech_side).chat(chat(SpeechParams(seed=1)))))
-        await asyncio.sleep(0.7)  # above the wait for a first segment
-        assert speech_side.calls == []
-        goes_on.set()
-        await asyncio.wait_for(collecting, 20)
-        assert len(speech_side.calls) == 1
 
     asyncio.run(run())
 

@@ -161,9 +161,9 @@ def decode_contiguous() -> object:
 
 
 def prefill_contiguous() -> object:
-    qkv, one = torch.randn(TOKENS, PACKED * SIZE), torch.tensor([1])
+    qkv, places = torch.randn(TOKENS, PACKED * SIZE), (torch.zeros(TOKENS).long(), torch.arange(TOKENS))
     return contiguous_kv_prefill_attention.contiguous_kv_prefill_attention(
-        qkv, *angles(TOKENS, SIZE // 2), *slots(), one, one, one, None
+        qkv, *angles(TOKENS, SIZE // 2), *slots(), torch.tensor([1]), *places, None
     )
 
 

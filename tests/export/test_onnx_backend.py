@@ -178,7 +178,6 @@ def test_on_cuda_an_engine_waits_for_torch_and_torch_for_it(
     module, path = Sliding(), tmp_path / "fixed.onnx"
     compile_program(module, sliding_arguments(3), ({}, {}, {}, {}), path)
     engine, order = as_on_cuda(path, monkeypatch)
-    assert not engine.is_concurrent, "a session has one stream, and memory for one call"
     assert not engine.is_capturable and load(path, CPU).is_capturable
     engine.bind(module.model.state_dict())
     for is_strided in (False, True):

@@ -18,6 +18,7 @@ from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
 from mingc.export.weights.loading import float32_module
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
 from mingc.numerics.relative_error import relative_error
 
 DATA = Path(__file__).parents[1] / "data"
@@ -39,12 +40,43 @@ def prefill(
     module: Talker, embeds: Tensor, slots: list[Tensor], *, slot: int, start: int = 0, pad: int = 0
 ) -> Tensor:
     """Hidden (1, D) of the last of `embeds` (T, D), with `pad` garbage tokens behind them."""
-    tokens = len(embeds)
-    padded = torch.cat((embeds, torch.full((pad, embeds.shape[1]), 9.0)))
-    ids = torch.zeros(tokens + pad, dtype=torch.int64)
-    one = [torch.tensor([value]) for value in (slot, start, tokens - 1)]
-    hidden: Tensor = module.prefill(ids, padded, torch.ones(tokens + pad, dtype=torch.bool), *one, *slots)[0]
+    return prefill_all(module, {slot: (embeds, start)}, slots, pad=pad)
+
+
+def prefill_all(
+    module: Talker, prompts: dict[int, tuple[Tensor, int]], slots: list[Tensor], *, pad: int = 0
+) -> Tensor:
+    """Hidden (R, D) of the last of the embeddings (T, D) of each prompt, by slot with the position of its first."""
+    embeds, segment, index, last = list[Tensor](), list[int](), list[int](), list[int]()
+    for number, (own, start) in enumerate(prompts.values()):
+        gap = -len(segment) % SLOT_CHUNK_ALIGNMENT
+        embeds += [torch.full((gap, own.shape[1]), 9.0), own]
+        segment += [-1] * gap + [number] * len(own)
+        index += [0] * gap + list(range(start, start + len(own)))
+        last.append(len(segment) - 1)
+    given = torch.cat([*embeds, torch.full((pad, embeds[0].shape[1]), 9.0)])
+    segment, index = segment + [-1] * pad, index + [0] * pad
+    words = torch.zeros(len(given), dtype=torch.int64)
+    places = map(torch.tensor, (segment, index, list(prompts), last))
+    hidden: Tensor = module.prefill(words, given, words == 0, *places, *slots)[0]
     return hidden
+
+
+def test_prompts_of_one_chunk_are_independent(
+    module: Talker, config: TalkerConfig, golden: dict[str, Tensor]
+) -> None:
+    """Of other lengths, one of which is continued: each as alone, in every row of its slot."""
+    plain, clone = (golden[f"prompt.{case}.inputs_embeds"][0] for case in ("plain", "clone"))
+    slots = empty_slots(config, fill=3.0)
+    prefill(module, plain[:21], slots, slot=2)
+    together = {1: (clone, 0), 2: (plain[21:], 21), 3: (plain[:5], 0)}
+    hidden = prefill_all(module, together, slots, pad=7)
+    for row, (case, end) in enumerate((("clone", len(clone)), ("plain", len(plain)), ("plain", 5))):
+        assert relative_error(hidden[row], golden[f"llm.{case}.last_hidden_state"][0, end - 1]) < TOLERANCE
+    alone = empty_slots(config, fill=3.0)
+    prefill(module, clone, alone, slot=1)
+    for together_, alone_ in zip(slots, alone, strict=True):
+        assert relative_error(together_[1], alone_[1]) < TOLERANCE
 
 
 def test_weights_match_the_checkpoint(checkpoint: Checkpoint, config: TalkerConfig) -> None:
@@ -73,8 +105,8 @@ def test_ids_and_embeddings_mix(module: Talker, config: TalkerConfig, golden: di
     use_embed = (module.word_embeddings[ids] != embeds).any(dim=1)
     assert 0 < use_embed.sum() < len(ids)
     given = torch.where(use_embed.unsqueeze(1), embeds, 0)
-    one = [torch.tensor([value]) for value in (1, 0, len(ids) - 1)]
-    hidden = module.prefill(ids, given, use_embed, *one, *empty_slots(config))[0]
+    places = (torch.zeros_like(ids), torch.arange(len(ids)), torch.tensor([1]), torch.tensor([len(ids) - 1]))
+    hidden = module.prefill(ids, given, use_embed, *places, *empty_slots(config))[0]
     assert relative_error(hidden, golden["llm.clone.last_hidden_state"][:, -1]) < TOLERANCE
 
 

@@ -22,7 +22,6 @@ import onnxruntime
 import pytest
 import torch
 from engine_checks import CPU
-from fake_talker import make_talker_worker
 from mingc_command import DATA
 from safetensors.torch import load_file
 from sliding_window import Sliding
@@ -55,8 +54,6 @@ from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.weights.loading import float32_module, write_weights
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
-from mingc.runtime.engines.base import Graph
-from mingc.runtime.talker.engines import num_lanes
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT for RTX is not installed"
@@ -465,16 +462,6 @@ def test_an_engine_reads_and_writes_the_tensors_it_is_given(
     torch.testing.assert_close(
         engine.run([x, window, rows, places])[0], torch.arange(5.0).expand(4, 5) + before
     )
-
-
-def test_prompts_that_share_an_engine_of_tensorrt_do_not_overlap(
-    sliding: tuple[Sliding, Path], stand_in: None
-) -> None:
-    """Their contexts share memory, and the state that one copies back lacks what another has written since."""
-    prefill = make_talker_worker().engines._prefill
-    shared = Graph(prefill.spec, {None: loader.TensorRtEngine(sliding[1], CPU)})
-    lanes = [num_lanes(graph, is_captured=True) for graph in (prefill, shared)]
-    assert lanes[0] > 1 and lanes[1] == 1
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mingc.kernels import linear
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
 from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
 from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 from mingc.kernels.dispatch import plain_torch
@@ -62,21 +63,38 @@ def test_contiguous_kv_attention(slots: list[int], lengths: list[int], window: i
 
 
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize(("tokens", "start", "last"), [(32, 0, 31), (64, 37, 60), (37, 290, 9), (1, 0, 0)])
-def test_contiguous_kv_prefill_attention(tokens: int, start: int, last: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "prompts"),
+    [  # start and length of each prompt of a chunk
+        (32, [(0, 32)]),
+        (64, [(37, 61)]),
+        (37, [(290, 10)]),
+        (1, [(0, 1)]),
+        (128, [(0, 17), (40, 16), (5, 33), (299, 1)]),
+    ],
+)
+def test_contiguous_kv_prefill_attention(
+    tokens: int, prompts: list[tuple[int, int]], window: int | None
+) -> None:
     qkv, tables = normal(tokens, 18 * 64), angles(tokens, 32)
     ours, theirs = ([normal(5, 300, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
         other.copy_(own)
-    places = [torch.tensor([value], device="cuda") for value in (3, start, last)]
+    segment, index, first = torch.full((tokens,), -1), torch.zeros(tokens, dtype=torch.int64), 0
+    for number, (start, count) in enumerate(prompts):
+        segment[first : first + count] = number
+        index[first : first + count] = start + torch.arange(count)
+        first += -(-count // SLOT_CHUNK_ALIGNMENT) * SLOT_CHUNK_ALIGNMENT
+    slots = torch.tensor([3, 1, 4, 2])
+    places, is_real = [each.cuda() for each in (slots, segment, index)], (segment >= 0).cuda()
     with plain_torch():
         expected = contiguous_kv_prefill_attention(qkv, *tables, *theirs, *places, window)
     check(
-        contiguous_kv_prefill_attention(qkv, *tables, *ours, *places, window)[: last + 1],
-        expected[: last + 1],
+        contiguous_kv_prefill_attention(qkv, *tables, *ours, *places, window)[is_real],
+        expected[is_real],
     )
     for own, other in zip(ours, theirs, strict=True):
-        check(own, other)
+        check(own[1:], other[1:])  # padding is written to slot 0, in any order
 
 
 @pytest.mark.parametrize("first", [[-2, 14, 62], [1598, -2, 30]])

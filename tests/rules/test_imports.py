@@ -41,7 +41,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
     "mingc.kernels.dispatch": ("mingc.artifacts.target", "mingc.host.machine"),
-    "mingc.kernels": ("mingc.kernels.dispatch", "mingc.kernels.triton", "mingc.kernels.cuda"),
+    "mingc.kernels": (
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.dispatch",
+        "mingc.kernels.triton",
+        "mingc.kernels.cuda",
+    ),
     # Inside the export, from the interface of a stage up to recipe → plan → run.
     "mingc.export.checkpoint": ("mingc.errors",),
     "mingc.export.config_fields": ("mingc.errors", "mingc.export.checkpoint"),

@@ -581,6 +581,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "stop_threshold": Change(0.61, ("speech",)),
         "default_voice": Change("bob", ("info", "short segment", "speech")),
         "max_segment_length": Change(5, ("speech",)),
+        "chunk_alignment": "of prompts in a chunk; tests/runtime/test_talker_loop.py",
         "cap_seconds_per_character": Change(1e-4, ("long segment",)),
         "cap_min_seconds": Change(0.0011, ("short segment",)),
     },

@@ -50,7 +50,6 @@ from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechSt
 from mingc.runtime.service.pipelines import media_embeds
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.metrics import Metrics
-from mingc.text.spoken import SpokenText
 
 
 def text_of(events: list[Event]) -> str:
@@ -691,18 +690,16 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("is_live", [False, True])
 @pytest.mark.parametrize(
-    ("speech_seed", "chat_seed", "is_reproducible", "noise_seed"),
-    [(5, 7, True, 5), (None, 7, True, 7), (0, 7, True, 0), (None, None, False, None)],
+    ("speech_seed", "chat_seed", "noise_seed"), [(5, 7, 5), (None, 7, 7), (0, 7, 0), (None, None, None)]
 )
 def test_what_a_spoken_chat_gives_to_its_parts(
     speech_seed: int | None,
     chat_seed: int | None,
-    is_reproducible: bool,
     noise_seed: int | None,
     is_live: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Speech takes its own seed, else the chat's; with either its segments depend on the text alone."""
+    """Speech takes its own seed, else the chat's."""
     given: list[dict[str, Any]] = []
 
     def record(kind: type) -> None:
@@ -715,15 +712,13 @@ def test_what_a_spoken_chat_gives_to_its_parts(
         monkeypatch.setattr(kind, "__init__", init)
 
     record(SpeechStream)
-    record(SpokenText)
     record(ChatOutputProcessor)
     service = make_service(max_pending=17)
     spoken = chat("Hello there", SpeechParams(voice="bob", seed=speech_seed), seed=chat_seed)
     done = done_of(run(service, collect(service.chat(replace(spoken, is_live=is_live)))))
-    stream, spoken_text, processor = given
+    stream, processor = given
     assert (stream["max_pending_patches"], stream["is_live"]) == (17, is_live)
     assert noise_seed is None or stream["noise"] == PhiloxNoise(noise_seed)
-    assert spoken_text["is_reproducible"] is is_reproducible
     assert processor["sample_rate"] == SAMPLE_RATE
     assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
 

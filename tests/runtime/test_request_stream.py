@@ -21,9 +21,7 @@ def token(number: int) -> TokenItem:
 
 async def next_of(stream: RequestStream) -> object:
     """The next item; an error when none comes in time."""
-    item = await stream.get(10.0)
-    assert item is not None, "an item is lost"
-    return item
+    return await asyncio.wait_for(stream.get(), 10)
 
 
 def test_each_stream_receives_its_items_in_order() -> None:
@@ -99,7 +97,7 @@ def test_a_closed_stream_drops_what_it_holds_and_what_is_under_way() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not stream._items
-        assert await stream.get(0.01) is None
+        assert stream.num_pending_patches == 0
 
     asyncio.run(main())
 
@@ -113,7 +111,7 @@ def test_patches_count_from_put_to_get() -> None:
             stream.put(item)
             counts.append(stream.num_pending_patches)
         for _ in range(3):
-            await stream.get(1.0)
+            await next_of(stream)
             counts.append(stream.num_pending_patches)
         assert counts == [1, 1, 2, 1, 1, 0]
 

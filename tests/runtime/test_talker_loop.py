@@ -104,6 +104,28 @@ def test_segments_are_added_and_removed_without_changing_others() -> None:
         np.testing.assert_allclose(np.concatenate(mine), expected, rtol=0, atol=1e-6)
 
 
+def test_segments_that_join_together_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many in a call as the engine takes, and never two parts of one prompt."""
+    pieces = [segment(seed=i, tokens=tokens, patches=2) for i, tokens in enumerate((9, 11, 10, 40, 8))]
+    worker = make_talker_worker()
+    run, calls = worker.engines.run_prompts, list[list[int]]()
+
+    def record(size: int, inputs: Mapping[str, torch.Tensor]) -> None:
+        calls.append([slot for slot in inputs["slots"].tolist() if slot])
+        run(size, inputs)
+
+    for slot, piece in enumerate(pieces, 1):
+        worker.add(slot, replace(piece, num_prefix=0))
+    monkeypatch.setattr(worker.engines, "run_prompts", record)
+    worker.remove(5)
+    worker.prefill()
+    worker.launch([1, 2, 3, 4])
+    assert calls == [[1, 2], [3], [4], [4]]
+    for slot, patch in worker.collect().items():
+        expected = run_alone(replace(pieces[slot - 1], num_prefix=0))[: len(patch.samples)]
+        np.testing.assert_allclose(patch.samples, expected, rtol=0, atol=1e-6)
+
+
 def test_the_stop_head_is_ignored_before_the_minimum_step_and_its_patch_is_kept() -> None:
     worker = make_talker_worker(stop_probability=0.9)
     worker.add(1, segment(patches=40))
@@ -498,7 +520,7 @@ def test_a_failure_of_the_device_hurts_only_segments_with_a_patch_in_flight() ->
     assert worker.num_in_flight == 0
 
 
-@pytest.mark.parametrize("call", ["launch", "run_prompt"])
+@pytest.mark.parametrize("call", ["launch", "run_prompts"])
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [

@@ -23,6 +23,7 @@ from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 LATENTS, LATENT_DIM, HISTORY, STEPS = 2, 4, 6, 3
 SAMPLES_PER_LATENT, TAIL, SLOT_TOKENS = 6, 3, 192
+NUM_PROMPTS, CHUNK_ALIGNMENT = 3, 4
 PATCH_SAMPLES = LATENTS * SAMPLES_PER_LATENT
 SAMPLE_RATE = 44100
 
@@ -41,15 +42,22 @@ def _talker_stage() -> LoadedStage:
         input_ids: Tensor,
         embeds: Tensor,
         use_embed: Tensor,
-        slot: Tensor,
-        start: Tensor,
+        segment: Tensor,
+        index: Tensor,
+        slots: Tensor,
         last: Tensor,
         k_slots_0: Tensor,
     ) -> tuple[Tensor, ...]:
-        count, first = int(last) + 1, int(start)
-        values = torch.where(use_embed, embeds.sum(1) * 100, input_ids.float())[:count]
-        k_slots_0[int(slot), first : first + count, 0, 0] = values
-        return (_scores(k_slots_0[int(slot), : first + count, 0, 0], HIDDEN)[None],)
+        values = torch.where(use_embed, embeds.sum(1) * 100, input_ids.float())
+        hidden = torch.zeros(NUM_PROMPTS, HIDDEN)
+        for number, slot in enumerate(slots):
+            own = torch.nonzero(segment == number).flatten()
+            assert bool(len(own)) == bool(slot), "each slot but 0 has a prompt"
+            if len(own):
+                assert own[0] % CHUNK_ALIGNMENT == 0 and own[-1] == last[number]
+                k_slots_0[slot, index[own], 0, 0] = values[own]
+                hidden[number] = _scores(k_slots_0[slot, : index[own[-1]] + 1, 0, 0], HIDDEN)
+        return (hidden,)
 
     def step(embeds: Tensor, slots: Tensor, lengths: Tensor, k_slots_0: Tensor) -> tuple[Tensor, ...]:
         k_slots_0[slots, lengths, 0, 0] = embeds.sum(1)
@@ -62,7 +70,8 @@ def _talker_stage() -> LoadedStage:
             ),
         )
 
-    one: tuple[DType, tuple[int | str, ...]] = ("int64", (1,))
+    tokens: tuple[DType, tuple[int | str, ...]] = ("int64", ("T",))
+    prompts: tuple[DType, tuple[int | str, ...]] = ("int64", (NUM_PROMPTS,))
     each: tuple[DType, tuple[int | str, ...]] = ("int64", ("B",))
     return LoadedStage(
         "talker",
@@ -74,13 +83,14 @@ def _talker_stage() -> LoadedStage:
                     "input_ids": ("int64", ("T",)),
                     "embeds": ("float32", ("T", HIDDEN)),
                     "use_embed": ("bool", ("T",)),
-                    "slot": one,
-                    "start": one,
-                    "last": one,
+                    "segment": tokens,
+                    "index": tokens,
+                    "slots": prompts,
+                    "last": prompts,
                 },
                 outputs=["hidden"],
                 state=state,
-                dims={"T": (4, 16), "S": ()},
+                dims={"T": (4, 16, 32), "S": ()},
             ),
             "step": make_graph(
                 "step",
@@ -186,6 +196,7 @@ TALKER = TalkerParameters(
     stop_threshold=0.5,
     default_voice="amy",
     max_segment_length=50,
+    chunk_alignment=CHUNK_ALIGNMENT,
     cap_min_seconds=1e-9,
     cap_seconds_per_character=PATCH_SAMPLES / SAMPLE_RATE / 2,  # half a patch a character
 )

@@ -61,11 +61,14 @@ def _history_kept(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_embeds(right: Callable[..., Any]) -> Callable[..., Any]:
-    def run_prompt(self: Any, slot: int, segment: Any, start: int, end: int) -> None:
-        none = replace(segment, embed_rows=segment.embed_rows[:0], embeds=segment.embeds[:0])
-        right(self, slot, none, start, end)
+    def run_chunk(self: Any, parts: Any) -> None:
+        none = [
+            replace(each.segment, embed_rows=each.segment.embed_rows[:0], embeds=each.segment.embeds[:0])
+            for each in parts
+        ]
+        right(self, [replace(each, segment=own) for each, own in zip(parts, none, strict=True)])
 
-    return run_prompt
+    return run_chunk
 
 
 def _guidance_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -139,7 +142,7 @@ BUGS: Mapping[str, ServedBug] = {
     "voice": ServedBug(
         "the embeddings of the voice are not used",
         TalkerWorker,
-        "_run_prompt",
+        "_run_chunk",
         _without_embeds,
         ("speech",),
         "speech.latents (alone)",

@@ -33,9 +33,9 @@ def test_splitting_texts_at_full_stops_changes_no_token() -> None:
 
 
 def test_a_random_answer_is_spoken_sentence_by_sentence() -> None:
-    segmenter, source = LiveSegmenter(clock=lambda: 0.0), random.Random(1)
+    segmenter, source = LiveSegmenter(), random.Random(1)
     segments = []
     for _ in range(600):
         segments += segmenter.push(f" {word(source.randrange(259, VOCABULARY))}")
     lengths = [len(each.text.split()) for each in segments]
-    assert len(lengths) > 15 and min(lengths) >= 8 and sum(lengths) / len(lengths) < 28
+    assert len(lengths) > 15 and min(lengths[1:]) >= 8 and sum(lengths) / len(lengths) < 28

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def read(text: str) -> str:
     return " ".join(spoken_pieces(text, 50, "natural"))
 
 
+def live_pieces(parts: Iterable[str]) -> list[str]:
+    live = SpokenText(50, "natural")
+    return [piece for part in parts for piece in live.push(part)] + list(live.finish())
+
+
 def words(pieces: list[str]) -> list[str]:
     return re.findall(r"[一-鿿]|[^\W一-鿿]+", " ".join(pieces))
 
@@ -62,23 +68,15 @@ def deltas(draw: st.DrawFn) -> list[str]:
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@given(deltas(), st.sampled_from([0.0, 0.1, 0.5]))
-def test_a_live_text_has_the_words_of_the_whole_text(parts: list[str], seconds: float) -> None:
-    now = 0.0
-    live = SpokenText(50, "natural", is_reproducible=False, clock=lambda: now)
-    pieces = []
-    for part in parts:
-        pieces += [*live.push(part), *live.tick()]
-        now += seconds
-    pieces += live.finish()
+@given(deltas())
+def test_a_live_text_has_the_words_of_the_whole_text(parts: list[str]) -> None:
+    pieces = live_pieces(parts)
     assert words(pieces) == words(list(spoken_pieces("".join(parts), 50, "natural")))
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_arrives_letter_by_letter_has_the_same_pieces(text: str) -> None:
-    live = SpokenText(50, "natural", is_reproducible=True)
-    pieces = [piece for letter in text for piece in live.push(letter)] + list(live.finish())
-    assert pieces == list(spoken_pieces(text, 50, "natural"))
+    assert live_pieces(text) == live_pieces([text])
 
 
 @pytest.mark.parametrize(
@@ -138,13 +136,10 @@ def test_hostile_texts_are_read_in_parts(text: str) -> None:
     assert all(spoken_pieces(text, 50, "natural"))
 
 
-def test_speech_begins_at_a_clause_after_a_wait() -> None:
-    now = 0.0
-    live = SpokenText(50, "natural", is_reproducible=False, clock=lambda: now)
-    assert list(live.push("Well, let me think about it, and ")) == []
-    now = 0.5
-    assert list(live.tick()) == ["Well, let me think about it,"]
+def test_speech_begins_with_the_first_clause_of_four_units() -> None:
+    live = SpokenText(50, "natural")
+    assert list(live.push("Well, let me think about it, and ")) == ["Well, let me think about it,"]
     assert list(live.push("then, after all of that, talk ")) == [], (
-        "only the first segment has a maximum wait"
+        "only the first segment ends with a clause"
     )
     assert list(live.finish()) == ["and then, after all of that, talk"]

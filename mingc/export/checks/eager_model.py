@@ -166,8 +166,9 @@ class EagerModel:
         given[len(input_ids) :], is_given[len(input_ids) :] = following, True
         shape = (2, config.slot_tokens, config.llm.num_kv_heads, config.llm.head_dim)
         slots = [torch.zeros(shape) for _ in range(2 * config.llm.num_layers)]
-        one, none, last = torch.tensor([1]), torch.tensor([0]), torch.tensor([count - 1])
-        hidden: Tensor = llm.prefill(words, given, is_given, one, none, last, *slots)[0]
+        segment, index = torch.zeros(count, dtype=torch.int64), torch.arange(count)
+        places = (segment, index, torch.tensor([1]), torch.tensor([count - 1]))
+        hidden: Tensor = llm.prefill(words, given, is_given, *places, *slots)[0]
         return hidden
 
     def _one(self, stage: str) -> Any:

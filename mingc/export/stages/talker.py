@@ -3,7 +3,7 @@
 Keys and values are in contiguous KV slots, one per request (spec: talker.md §4, §5). The stage `cfm` samples latents;
 the runtime assembles prompts and applies the stop rule.
 
-Shape letters: B requests, T chunk tokens, D hidden, S slots.
+Shape letters: B requests, T chunk tokens of at most R requests, D hidden, S slots.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mingc.export.layers.qwen2 import Qwen2Config, Qwen2Stack, qwen2_weights
 from mingc.export.layers.speech_llm import MAX_SLOTS, MAX_STEPS, read_llm_config
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, TokenizerSource, WeightSource
 from mingc.export.weights.mapping import stored
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
 from mingc.kernels.contiguous_kv_attention import contiguous_kv_attention
 from mingc.kernels.contiguous_kv_prefill_attention import contiguous_kv_prefill_attention
 
@@ -38,6 +39,7 @@ _MIN_STOP_STEP = 10
 _STOP_THRESHOLD = 0.5
 _MAX_SEGMENT_LENGTH = 50
 _PREFERRED_VOICE = "DB30"
+_MAX_PROMPTS = 16  # of a chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +66,24 @@ class Talker(nn.Module):
         input_ids: Tensor,
         embeds: Tensor,
         use_embed: Tensor,
-        slot: Tensor,
-        start: Tensor,
+        segment: Tensor,
+        index: Tensor,
+        slots: Tensor,
         last: Tensor,
-        *slots: Tensor,
+        *state: Tensor,
     ) -> tuple[Tensor]:
-        """Prefill one chunk (T) of one request's prompt → hidden state (1, D) of chunk token `last`."""
+        """Prefill a chunk (T) of the prompts of R requests → hidden states (R, D) of chunk tokens `last` (R).
+
+        `segment`, `index`, `slots`: as in `contiguous_kv_prefill_attention`.
+        """
         words = F.embedding(input_ids, self.word_embeddings)
         x = torch.where(use_embed.unsqueeze(1), embeds, words)
-        cos, sin = self.stack.rope(start + torch.arange(input_ids.shape[0], device=input_ids.device))
+        cos, sin = self.stack.rope(index)
 
-        def attend(index: int, qkv: Tensor) -> Tensor:
-            keys, values = slots[2 * index : 2 * index + 2]
-            window = self.config.llm.windows[index]
-            return contiguous_kv_prefill_attention(qkv, cos, sin, keys, values, slot, start, last, window)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            keys, values = state[2 * layer : 2 * layer + 2]
+            window = self.config.llm.windows[layer]
+            return contiguous_kv_prefill_attention(qkv, cos, sin, keys, values, slots, segment, index, window)
 
         return (self.stack(x, attend, kept=last),)
 
@@ -162,6 +168,7 @@ class TalkerStage(Stage):
             stop_threshold=_STOP_THRESHOLD,
             default_voice=config.default_voice,
             max_segment_length=_MAX_SEGMENT_LENGTH,
+            chunk_alignment=SLOT_CHUNK_ALIGNMENT,
         )
 
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
@@ -198,13 +205,22 @@ def _prefill_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
 
     def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
         tokens = dims["T"]
+        # Two prompts if there is room, and padding behind the last one.
+        begin = tokens // 2 // SLOT_CHUNK_ALIGNMENT * SLOT_CHUNK_ALIGNMENT if dims["S"] > 2 else 0
+        place, padding = torch.arange(tokens), min(1, tokens - 1)
+        segment = torch.where(place < tokens - padding, (place >= begin).long() if begin else 0, -1)
+        rows = (torch.where(segment > 0, place - begin, place) + 5) % config.slot_tokens
+        slots, last = (torch.zeros(_MAX_PROMPTS, dtype=torch.int64) for _ in range(2))
+        slots[:2] = torch.tensor([dims["S"] - 1, 1 if begin else 0])
+        last[:2] = torch.tensor([begin - 1, tokens - 1 - padding] if begin else [tokens - 1 - padding, 0])
         return {
             "input_ids": torch.randint(config.vocab_size, (tokens,), generator=generator),
             "embeds": torch.randn(tokens, hidden, generator=generator).to(options.dtype),
             "use_embed": torch.arange(tokens) % 3 == 2,
-            "slot": torch.tensor([dims["S"] - 1]),
-            "start": torch.tensor([min(5, config.slot_tokens - tokens)]),
-            "last": torch.tensor([max(0, tokens - 2)]),
+            "segment": segment,
+            "index": rows,
+            "slots": slots,
+            "last": last,
             **_example_state(config, options, dims["S"], generator),
         }
 
@@ -214,11 +230,12 @@ def _prefill_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
             TensorSpec(name="input_ids", dtype="int64", shape=("T",)),
             TensorSpec(name="embeds", dtype=dtype, shape=("T", hidden)),
             TensorSpec(name="use_embed", dtype="bool", shape=("T",)),
-            TensorSpec(name="slot", dtype="int64", shape=(1,)),
-            TensorSpec(name="start", dtype="int64", shape=(1,)),
-            TensorSpec(name="last", dtype="int64", shape=(1,)),
+            TensorSpec(name="segment", dtype="int64", shape=("T",)),
+            TensorSpec(name="index", dtype="int64", shape=("T",)),
+            TensorSpec(name="slots", dtype="int64", shape=(_MAX_PROMPTS,)),
+            TensorSpec(name="last", dtype="int64", shape=(_MAX_PROMPTS,)),
         ),
-        outputs=(TensorSpec(name="hidden", dtype=dtype, shape=(1, hidden)),),
+        outputs=(TensorSpec(name="hidden", dtype=dtype, shape=(_MAX_PROMPTS, hidden)),),
         state=_state(config, options),
         dims=(
             Dim(name="T", minimum=1, maximum=maximum, buckets=doubling_buckets(min(32, maximum), maximum)),
@@ -228,7 +245,7 @@ def _prefill_graph(config: TalkerConfig, options: StageOptions) -> GraphDef:
     return GraphDef(
         spec=spec,
         method="prefill",
-        slots="slot",
+        slots="slots",
         example=example,
         trace_dims={"T": min(7, maximum), "S": 3},
         check_dims={"T": min(32, maximum), "S": 3},

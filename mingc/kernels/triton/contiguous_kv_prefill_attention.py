@@ -7,16 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TOKENS = 16  # queries of a program: the minimum for tensor cores
+from mingc.kernels.chunk_layout import SLOT_CHUNK_ALIGNMENT
+
 _BLOCK = 64  # keys of a step
 
 
 @triton.jit
 def mingc_contiguous_kv_write(
-    qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, num_rows,
+    qkv, cos, sin, k_slots, v_slots, slots, segment, index, queries, num_rows,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries into `queries` and keys into the slot, copy values; one token and one head per program."""
+    """Rotate queries into `queries` and keys into the slots, copy values; one token and one head per program."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     half: tl.constexpr = SIZE // 2
@@ -24,10 +25,9 @@ def mingc_contiguous_kv_write(
     place = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * SIZE + f
     first = tl.load(place)
     second = tl.load(place + half)
-    is_real = token <= tl.load(last)
-    owner = tl.where(is_real, tl.load(slot), 0)
-    row = tl.where(is_real, tl.load(start) + token, token % num_rows)
-    base = (owner * num_rows + row) * (KV_HEADS * SIZE)
+    request = tl.load(segment + token)
+    owner = tl.where(request < 0, 0, tl.load(slots + tl.maximum(request, 0)))
+    base = (owner * num_rows + tl.load(index + token)) * (KV_HEADS * SIZE)
     if head < HEADS + KV_HEADS:
         c = tl.load(cos + token * half + f)
         s = tl.load(sin + token * half + f)
@@ -51,10 +51,10 @@ def mingc_contiguous_kv_write(
 
 @triton.jit
 def mingc_contiguous_kv_prefill_attention(
-    queries, k_slots, v_slots, slot, start, out, num_tokens, num_rows, window,
+    queries, k_slots, v_slots, slots, segment, index, out, num_tokens, num_rows, window,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the slot; TOKENS queries of one head per program."""
+    """Attend to a slot; TOKENS queries of one request and head per program."""
     head = tl.program_id(1)
     first_token = tl.program_id(0) * TOKENS
     token = first_token + tl.arange(0, TOKENS)
@@ -62,16 +62,17 @@ def mingc_contiguous_kv_prefill_attention(
     mask = (token < num_tokens)[:, None]
     place = (token[:, None] * HEADS + head) * SIZE + dim[None, :]
     q = tl.load(queries + place, mask=mask, other=0.0)
-    begin = tl.load(start)
-    newest = tl.minimum(begin + token, num_rows - 1)  # padding may lie beyond the slot's end
+    newest = tl.load(index + token, mask=token < num_tokens, other=0)
+    request = tl.load(segment + first_token)
+    owner = tl.where(request < 0, 0, tl.load(slots + tl.maximum(request, 0)))
     kv_head = head // (HEADS // KV_HEADS)
-    base = tl.load(slot) * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
+    base = owner * num_rows * (KV_HEADS * SIZE) + kv_head * SIZE
     scale: tl.constexpr = SIZE**-0.5
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     context = tl.zeros([TOKENS, SIZE], tl.float32)
-    oldest = tl.maximum(tl.minimum(begin + first_token, num_rows - 1) - window + 1, 0)
-    end = tl.minimum(begin + first_token + TOKENS, num_rows)
+    oldest = tl.maximum(tl.min(newest, 0) - window + 1, 0)
+    end = tl.max(newest, 0) + 1
     for block in range(oldest // BLOCK * BLOCK, end, BLOCK):
         row = block + tl.arange(0, BLOCK)
         is_held = row < num_rows
@@ -98,9 +99,9 @@ def contiguous_kv_prefill_attention(
     sin: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
-    slot: Tensor,
-    start: Tensor,
-    last: Tensor,
+    slots: Tensor,
+    segment: Tensor,
+    index: Tensor,
     window: int,
 ) -> Tensor:
     """See `mingc.kernels.contiguous_kv_prefill_attention`; `window` is an int here."""
@@ -110,11 +111,12 @@ def contiguous_kv_prefill_attention(
     queries = torch.empty(tokens, heads * size, dtype=qkv.dtype, device=qkv.device)
     out = torch.empty_like(queries)
     torch.library.wrap_triton(mingc_contiguous_kv_write)[(tokens, heads + 2 * kv_heads)](
-        qkv, cos, sin, k_slots, v_slots, slot, start, last, queries, rows,
+        qkv, cos, sin, k_slots, v_slots, slots, segment, index, queries, rows,
         KV_HEADS=kv_heads, HEADS=heads, SIZE=size, num_warps=1,
     )  # fmt: skip
-    torch.library.wrap_triton(mingc_contiguous_kv_prefill_attention)[(triton.cdiv(tokens, _TOKENS), heads)](
-        queries, k_slots, v_slots, slot, start, out, tokens, rows, window,
-        KV_HEADS=kv_heads, HEADS=heads, SIZE=size, TOKENS=_TOKENS, BLOCK=_BLOCK, num_warps=4, num_stages=2,
+    block = SLOT_CHUNK_ALIGNMENT
+    torch.library.wrap_triton(mingc_contiguous_kv_prefill_attention)[(triton.cdiv(tokens, block), heads)](
+        queries, k_slots, v_slots, slots, segment, index, out, tokens, rows, window,
+        KV_HEADS=kv_heads, HEADS=heads, SIZE=size, TOKENS=block, BLOCK=_BLOCK, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -16,11 +16,9 @@ class Engine(ABC):
     """One compiled file; each backend has an implementation in `mingc.runtime.engines.backends`.
 
     Attributes:
-        is_concurrent: whether calls on several CUDA streams may overlap if they write different rows of a state.
         is_capturable: whether a call may be captured in a CUDA graph, whose replays read nothing of the host.
     """
 
-    is_concurrent = True
     is_capturable = True
 
     @abstractmethod
@@ -60,11 +58,6 @@ class Graph:
         self._outputs = tuple(tensor.name for tensor in spec.outputs)
         self._bucketed = tuple(dim for dim in spec.dims if dim.buckets)
         self._places = {dim.name: _find_dim(spec, dim.name) for dim in self._bucketed}
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether all its engines are (`Engine.is_concurrent`)."""
-        return all(engine.is_concurrent for engine in self.engines.values())
 
     @property
     def is_capturable(self) -> bool:

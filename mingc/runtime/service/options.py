@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -107,9 +108,10 @@ class EngineOptions:
         128, least=1, most=10**6, help="Patches that a client may leave unread before its speech pauses."
     )
     num_preprocess_threads: int = option(
-        2,
+        max(2, min(8, (os.cpu_count() or 1) // 4)),
         least=1,
         most=1024,
+        shown_default="a quarter of the processors, 2 to 8",
         help="Threads that decode media and prepare prompts; each has a decoder process.",
     )
     talker_depth: int | None = option(

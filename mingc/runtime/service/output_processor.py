@@ -153,13 +153,8 @@ class ChatOutputProcessor:
     def is_text_done(self) -> bool:
         return self._finish is not None
 
-    @property
-    def wait_s(self) -> float | None:
-        """How long to wait for the next item before passing None to `accept`."""
-        return None if self._spoken_text is None or self.is_text_done else self._spoken_text.tick_s
-
-    def accept(self, item: Item | None) -> list[Event]:
-        """The events that an item causes; None is a timer tick. Raises: the error of a failed request."""
+    def accept(self, item: Item) -> list[Event]:
+        """The events that an item causes. Raises: the error of a failed request."""
         events: list[Event] = []
         match item:
             case FailedItem():
@@ -171,8 +166,6 @@ class ChatOutputProcessor:
                 self._timings.mark("first_audio")
                 self._speech_stream.consume(item)
                 events.append(item)
-            case None if self._spoken_text is not None:
-                self._speak(self._spoken_text.tick())
         if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
             events.append(self._done())
         return events

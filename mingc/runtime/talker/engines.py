@@ -7,32 +7,19 @@ and the VAE's ring buffers. Padding rows of a batch use slot 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters
 from mingc.dtypes import torch_dtype
-from mingc.runtime.engines import stream_priority
-from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
 
 _ALIGNMENT = 16  # bytes; engines copy inputs with a smaller alignment
 _META = torch.device("meta")
-_NUM_LANES = 4  # so many prompts run concurrently; one prompt leaves most of a GPU idle
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Lane:
-    """Captured prompts of every size, and the stream that replays them (None on the CPU)."""
-
-    stream: torch.cuda.Stream | None
-    prompts: Mapping[int, GraphRunner]
 
 
 class TalkerEngines:
@@ -72,12 +59,12 @@ class TalkerEngines:
         largest = next((size for size in sizes if size >= num_slots - 1), sizes[-1])
         self.batch_sizes = [size for size in sizes if size <= largest]
         self.chunk_sizes = sorted(self._prefill.spec.dim("T").buckets)
+        self.max_prompts = self._prefill.spec.input("slots").shape_at({})[0]  # of one call
         self._is_captured = (
             device.type == "cuda" and all(graph.is_capturable for graph in (*graphs, self._prefill))
             if is_captured is None
             else is_captured
         )
-        self._busy: set[torch.cuda.Stream] = set()
         self._patches = PatchPipeline(
             self,
             self.batch_sizes,
@@ -86,9 +73,18 @@ class TalkerEngines:
             device=device,
             is_captured=self._is_captured,
         )
-        self._lanes = [
-            self._make_lane(device) for _ in range(num_lanes(self._prefill, is_captured=self._is_captured))
-        ]
+        pool = GraphPool(device) if self._is_captured else None
+        # The largest size first, so that the others reuse its memory.
+        self._prompts = {
+            size: GraphRunner(
+                self._prompt_shapes(size),
+                self._prompt,
+                device=device,
+                pool=pool,
+                name=f"prompts of {size} tokens",
+            )
+            for size in reversed(self.chunk_sizes)
+        }
 
     @property
     def state_bytes(self) -> int:
@@ -98,62 +94,22 @@ class TalkerEngines:
 
     def launch(self, size: int, inputs: Mapping[str, Tensor]) -> LaunchedPatch:
         """Launch one patch of `size` rows after all prompts that were launched so far. See `PatchPipeline.launch`."""
-        self._wait_for_prompts()
         return self._patches.launch(size, inputs)
 
-    def run_prompt(self, size: int, inputs: Mapping[str, Tensor]) -> None:
-        """Prefill one chunk of `size` tokens and store its last hidden state and `history` in the slot.
+    def run_prompts(self, size: int, inputs: Mapping[str, Tensor]) -> None:
+        """Prefill a chunk of `size` tokens of several prompts; store last hidden states and history in their slots.
 
-        Inputs: the inputs of the graph `prefill`, and history (1, H, C). Prompts of other slots may run concurrently.
+        Inputs: the inputs of the graph `prefill`, and history (R, H, C). Rows of `slots` without a prompt are 0.
         """
-        with self._lane(int(inputs["slot"])) as lane:
-            lane.prompts[size](inputs)
+        self._prompts[size](inputs)
 
     def read_rows(self, slot: int, count: int) -> Tensor:
         """Copy the first `count` KV rows of a slot, (states, count, …)."""
-        self._wait_for_prompts()
         return self._rows[:, slot, :count].clone()
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
-        """Write the first KV rows of a slot. `rows` may be freed after the next `read_rows` or `launch`."""
-        with self._lane(slot):
-            self._rows[:, slot, : rows.shape[1]].copy_(rows)
-
-    def _make_lane(self, device: torch.device) -> _Lane:
-        # Graphs that run concurrently must not share memory for intermediates, so each lane has a pool.
-        pool = GraphPool(device) if self._is_captured else None
-        prompts = {
-            size: GraphRunner(
-                self._prompt_shapes(size),
-                self._prompt,
-                device=device,
-                pool=pool,
-                name=f"a prompt of {size} tokens",
-            )
-            for size in reversed(self.chunk_sizes)
-        }
-        stream: torch.cuda.Stream | None = None
-        if self._is_captured:
-            stream = torch.cuda.Stream(device, priority=stream_priority.DECODING)  # type: ignore[no-untyped-call]
-        return _Lane(stream=stream, prompts=prompts)
-
-    @contextmanager
-    def _lane(self, slot: int) -> Iterator[_Lane]:
-        """Launch the work inside the block on the lane of `slot`, after all work that was launched outside lanes."""
-        lane = self._lanes[slot % len(self._lanes)]
-        if lane.stream is None:
-            yield lane
-            return
-        lane.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(lane.stream):
-            yield lane
-        self._busy.add(lane.stream)
-
-    def _wait_for_prompts(self) -> None:
-        """Order all later work after the prompts that were launched so far."""
-        for stream in self._busy:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._busy.clear()
+        """Write the first KV rows of a slot."""
+        self._rows[:, slot, : rows.shape[1]].copy_(rows)
 
     def sample(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `PatchModel`."""
@@ -182,8 +138,8 @@ class TalkerEngines:
     def _prompt(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         given = {name: value for name, value in inputs.items() if name != "history"}
         hidden = self._prefill.run(**given, **self._talker_state)["hidden"]
-        self._hidden.index_copy_(0, inputs["slot"], hidden)
-        self._history.index_copy_(0, inputs["slot"], inputs["history"])
+        self._hidden.index_copy_(0, inputs["slots"], hidden)
+        self._history.index_copy_(0, inputs["slots"], inputs["history"])
         return ()
 
     def _prompt_shapes(self, size: int) -> Shapes:
@@ -191,16 +147,12 @@ class TalkerEngines:
             "input_ids": (torch.int64, (size,)),
             "embeds": (self.embed_dtype, (size, self._hidden.shape[1])),
             "use_embed": (torch.bool, (size,)),
-            "slot": (torch.int64, (1,)),
-            "start": (torch.int64, (1,)),
-            "last": (torch.int64, (1,)),
-            "history": (torch.float32, (1, *self._history.shape[1:])),
+            "segment": (torch.int64, (size,)),
+            "index": (torch.int64, (size,)),
+            "slots": (torch.int64, (self.max_prompts,)),
+            "last": (torch.int64, (self.max_prompts,)),
+            "history": (torch.float32, (self.max_prompts, *self._history.shape[1:])),
         }
-
-
-def num_lanes(prefill: Graph, *, is_captured: bool) -> int:
-    """How many prompts may run concurrently."""
-    return _NUM_LANES if is_captured and prefill.is_concurrent else 1
 
 
 def _allocate_rows(

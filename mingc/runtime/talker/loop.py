@@ -169,6 +169,10 @@ class TalkerLoop(EngineThread):
                 self.worker.add(slot, opened.segments.pop(segment), opened.recorder)
             except Exception as error:
                 self._fail_step([stream], error)
+        try:
+            self.worker.prefill()
+        except Exception as error:
+            self._fail_step([stream for stream, *_ in admitted if stream in self._streams], error)
         behind = self._find_behind()
         with self._lock:
             slot_of, is_launchable = self.scheduler.slots.slot, self.worker.is_launchable

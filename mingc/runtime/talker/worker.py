@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -70,6 +70,16 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _PromptPart:
+    """Prompt tokens `start` to `end` of the segment in a slot, to prefill."""
+
+    slot: int
+    segment: SpeechSegment
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
     """A launched patch that is not collected: slots, batch size, and time of the launch (`time.perf_counter`)."""
 
@@ -125,6 +135,7 @@ class TalkerWorker:
         self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
         self._launched: deque[_Launched] = deque()
+        self._prompts: list[_PromptPart] = []  # of added segments, not prefilled yet
         self._latency_model = PatchLatencyModel()
         self._prefixes: OrderedDict[bytes, Tensor] = OrderedDict()
 
@@ -150,14 +161,20 @@ class TalkerWorker:
 
     @torch.inference_mode()
     def add(self, slot: int, segment: SpeechSegment, recorder: Recorder | None = None) -> None:
-        """Start `segment` in `slot` by prefilling its prompt, which overwrites the slot.
+        """Start `segment` in `slot`, which is overwritten. Its prompt is prefilled before the next patch.
 
         The prefix is prefilled separately even if it is not cached, so that KV rows never depend on the cache.
         """
         if segment.num_prefix:
             self._write_prefix(slot, segment)
-        self._run_prompt(slot, segment, segment.num_prefix, len(segment.input_ids))
+        self._prompts.append(_PromptPart(slot, segment, segment.num_prefix, len(segment.input_ids)))
         self._running[slot] = _Running(segment, recorder, num_tokens=len(segment.input_ids))
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Prefill the prompts of the segments that were added since the last call, as many in one chunk as it holds."""
+        prompts, self._prompts = self._prompts, []
+        self._run_prompts(prompts)
 
     def is_launchable(self, slot: int) -> bool:
         """Whether to launch a further patch for `slot`, as far as the host knows."""
@@ -168,6 +185,7 @@ class TalkerWorker:
     def launch(self, slots: Sequence[int]) -> None:
         """Launch the next patch of each slot. All must be launchable, with fewer than `depth` patches in flight."""
         assert self.num_in_flight < self.depth, "a patch must be collected first"
+        self.prefill()
         rows = [(slot, self._running[slot]) for slot in slots]
         size = next(size for size in self.engines.batch_sizes if size >= len(rows))
         patch = self.engines.launch(size, self._inputs(size, rows))
@@ -211,6 +229,7 @@ class TalkerWorker:
 
     def remove(self, slot: int) -> None:
         """Remove the segment in `slot`; does nothing if it is empty."""
+        self._prompts = [each for each in self._prompts if each.slot != slot]
         self._running.pop(slot, None)
 
     def _inputs(self, size: int, rows: Sequence[tuple[int, _Running]]) -> Mapping[str, Tensor]:
@@ -274,40 +293,59 @@ class TalkerWorker:
         key = segment.input_ids[:count].tobytes() + segment.embeds[is_in_prefix].tobytes()
         rows = self._prefixes.get(key)
         if rows is None:
-            self._run_prompt(slot, segment, 0, count)
+            self._run_prompts([_PromptPart(slot, segment, 0, count)])
             self._prefixes[key] = self.engines.read_rows(slot, count)
             if len(self._prefixes) > _MAX_PREFIXES:
-                self._prefixes.popitem(last=False)  # safe to free: see `write_rows`
+                self._prefixes.popitem(last=False)
             return
         self._prefixes.move_to_end(key)
         self.engines.write_rows(slot, rows)
 
-    def _run_prompt(self, slot: int, segment: SpeechSegment, start: int, end: int) -> None:
-        """Prefill prompt tokens `start` to `end` in chunks."""
-        sizes = self.engines.chunk_sizes
-        history = torch.from_numpy(segment.history).unsqueeze(0)
-        while start < end:
-            count = min(sizes[-1], end - start)
-            width = next(size for size in sizes if size >= count)
-            input_ids = torch.zeros(width, dtype=torch.int64)
-            input_ids[:count] = torch.from_numpy(segment.input_ids[start : start + count])
-            embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
-            use_embed = torch.zeros(width, dtype=torch.bool)
-            is_replaced = (segment.embed_rows >= start) & (segment.embed_rows < start + count)
+    def _run_prompts(self, prompts: Sequence[_PromptPart]) -> None:
+        """Prefill `prompts` in as few chunks as hold them; only a prompt longer than a chunk is divided."""
+        longest, chunk, num_rows = self.engines.chunk_sizes[-1], list[_PromptPart](), 0
+        for each in prompts:
+            for start in range(each.start, each.end, longest):
+                part = replace(each, start=start, end=min(start + longest, each.end))
+                first = self._aligned(num_rows)
+                if chunk and (first + part.end - start > longest or len(chunk) == self.engines.max_prompts):
+                    self._run_chunk(chunk)
+                    chunk, first = [], 0
+                chunk.append(part)
+                num_rows = first + part.end - start
+        if chunk:
+            self._run_chunk(chunk)
+
+    def _aligned(self, row: int) -> int:
+        return -(-row // self.parameters.chunk_alignment) * self.parameters.chunk_alignment
+
+    def _run_chunk(self, parts: Sequence[_PromptPart]) -> None:
+        """Prefill `parts`, which fit into one call."""
+        firsts, num_rows = list[int](), 0
+        for part in parts:
+            firsts.append(self._aligned(num_rows))
+            num_rows = firsts[-1] + part.end - part.start
+        width = next(size for size in self.engines.chunk_sizes if size >= num_rows)
+        tokens = {name: np.zeros(width, np.int64) for name in ("input_ids", "segment", "index")}
+        tokens["segment"][:] = -1
+        embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
+        use_embed = np.zeros(width, np.bool_)
+        ends = {name: np.zeros(self.engines.max_prompts, np.int64) for name in ("slots", "last")}
+        history = np.zeros((self.engines.max_prompts, *parts[0].segment.history.shape), np.float32)
+        for number, (first, part) in enumerate(zip(firsts, parts, strict=True)):
+            segment, rows = part.segment, slice(first, first + part.end - part.start)
+            tokens["input_ids"][rows] = segment.input_ids[part.start : part.end]
+            tokens["segment"][rows] = number
+            tokens["index"][rows] = np.arange(part.start, part.end)
+            is_replaced = (segment.embed_rows >= part.start) & (segment.embed_rows < part.end)
             if is_replaced.any():
-                places = torch.from_numpy(segment.embed_rows[is_replaced] - start)
-                embeds[places] = torch.from_numpy(segment.embeds[is_replaced]).to(embeds.dtype)
+                places = first + segment.embed_rows[is_replaced] - part.start
+                embeds[torch.from_numpy(places)] = torch.from_numpy(segment.embeds[is_replaced]).to(
+                    embeds.dtype
+                )
                 use_embed[places] = True
-            self.engines.run_prompt(
-                width,
-                {
-                    "input_ids": input_ids,
-                    "embeds": embeds,
-                    "use_embed": use_embed,
-                    "slot": torch.tensor([slot]),
-                    "start": torch.tensor([start]),
-                    "last": torch.tensor([count - 1]),
-                    "history": history,
-                },
-            )
-            start += count
+            ends["slots"][number], ends["last"][number] = part.slot, rows.stop - 1
+            history[number] = segment.history
+        arrays = {**tokens, "use_embed": use_embed, **ends, "history": history}
+        inputs = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        self.engines.run_prompts(width, {**inputs, "embeds": embeds})

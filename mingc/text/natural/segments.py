@@ -1,15 +1,13 @@
 """Joins the clauses of a text to segments for the talker, while the text arrives.
 
-A segment ends with a sentence of at least `min_units`; the first one may end with a clause after a wait,
- so that speech
-starts early. Segments are cut between spoken words, so cuts do not change them.
+A segment ends with a sentence of at least `min_units`; the first one may end with a clause, so that speech starts
+early. Segments are cut between spoken words, so cuts do not change them.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mingc.text.natural.clauses import Clause, ClauseSplitter
@@ -34,19 +32,11 @@ class NaturalSegmenter:
 
     Args:
         max_units: words and ideographs of the longest segment.
-        first_wait_s: the first segment may end with a clause so many seconds after the first text.
-        clock: returns seconds, for this wait.
+        min_units: of the shortest segment but the last.
+        first_min_units: the first segment ends with the first clause at so many units; None: with a sentence.
     """
 
-    def __init__(
-        self,
-        max_units: int,
-        *,
-        first_wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        min_units: int = 8,
-        first_min_units: int = 4,
-    ) -> None:
+    def __init__(self, max_units: int, *, min_units: int = 8, first_min_units: int | None = 4) -> None:
         if max_units < 1:
             raise ValueError(f"max_units must be at least 1, got {max_units}")
         self._splitter = ClauseSplitter()
@@ -54,25 +44,11 @@ class NaturalSegmenter:
         self._parts: list[_Part] = []
         self._max_units = max_units
         self._min_units = min(min_units, max_units)
-        self._first_min_units = min(first_min_units, max_units)
-        self._first_wait_s = first_wait_s
-        self._clock = clock
-        self._started_s: float | None = None
-        self._has_spoken = False
+        self._first_min_units = first_min_units
 
     def push(self, delta: str) -> Iterator[str]:
         """The segments that `delta` completes."""
-        if self._started_s is None and delta.strip():
-            self._started_s = self._clock()
         yield from self._read(self._splitter.push(delta))
-        yield from self.tick()
-
-    def tick(self) -> Iterator[str]:
-        """The first segment, if it has waited long enough."""
-        if self._has_spoken or self._started_s is None:
-            return
-        if self._num_units >= self._first_min_units and self._clock() - self._started_s >= self._first_wait_s:
-            yield self._take()
 
     def flush(self) -> Iterator[str]:
         """The remaining segments, at the end of the text."""
@@ -96,7 +72,8 @@ class NaturalSegmenter:
                 yield self._take()
             is_end = ends_sentence and index == len(pieces) - 1
             self._parts.append(_Part(piece, num_units, is_end))
-        if ends_sentence and self._num_units >= self._min_units:
+        is_early = self._first_min_units is not None and self._num_units >= self._first_min_units
+        if is_early or (ends_sentence and self._num_units >= self._min_units):
             yield self._take()
 
     @property
@@ -106,7 +83,7 @@ class NaturalSegmenter:
     def _take(self) -> str:
         """The waiting parts as one segment; there is at least one."""
         taken, self._parts = self._parts, []
-        self._has_spoken = True
+        self._first_min_units = None
         text = ""
         for part, before in zip(taken, [None, *taken], strict=False):
             text = part.text if before is None else _joined(text, part.text, is_apart=before.ends_sentence)

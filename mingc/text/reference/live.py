@@ -1,6 +1,6 @@
 """Live segmentation: cuts the text deltas of a running answer into segments for the talker.
 
-The first segment ends with a clause after a short wait, so that speech starts early; later segments end with a
+The first segment ends with the first clause that is long enough, so that speech starts early; later segments end with a
 sentence. All segments have a maximum length. They are raw text with the state of the streaming cut: pass both to
 `iter_speech_segments`.
 
@@ -9,15 +9,14 @@ language in which its numbers are read.
 
 Rules and constants come from the segmenter of sglang-omni for this model, with three differences: Chinese is counted
 by character (there, a text without spaces counts as one word and waits for the end), a word that may still grow is not
-cut, and the first segment ends with a clause.
+cut, and the first segment ends with a clause instead of 450 ms after its first text: cuts depend on the text alone.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mingc.text.reference.segment import Fragmenter, FragmentState
@@ -51,34 +50,23 @@ class LiveSegment:
 
 
 class LiveSegmenter:
-    """Segmenter of one utterance. Not thread-safe; it reads the clock and never sleeps.
+    """Segmenter of one utterance. Not thread-safe.
 
-    The concatenated segments equal the pushed text. Call `tick` while no delta arrives, and `flush` once at the end.
+    The concatenated segments equal the pushed text. Call `flush` once at the end.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        min_units: int = 8,
-        max_units: int = 40,
-        first_min_units: int = 4,
-        first_wait_ms: float = 450.0,
-    ) -> None:
-        """`clock` returns seconds. Units are Chinese characters and words."""
+    def __init__(self, *, min_units: int = 8, max_units: int = 40, first_min_units: int = 4) -> None:
+        """Units are Chinese characters and words."""
         if not 0 < first_min_units <= min_units <= max_units:
             raise ValueError(
                 f"want 0 < first_min_units <= min_units <= max_units, got {first_min_units}, {min_units}, {max_units}"
             )
-        self._clock = clock
         self._min_units = min_units
         self._max_units = max_units
         self._first_min_units = first_min_units
-        self._first_wait_s = first_wait_ms / 1000.0
         self._buffer = ""
         self._fragmenter = Fragmenter()
         self._states = [FragmentState()]  # state before each buffer position, and at the end
-        self._started_s: float | None = None
         self._num_segments = 0
 
     def push(self, delta: str) -> list[LiveSegment]:
@@ -87,22 +75,10 @@ class LiveSegmenter:
         for character in delta:
             self._fragmenter.push(character)
             self._states.append(self._fragmenter.state)
-        if self._started_s is None and self._buffer.strip():
-            self._started_s = self._clock()
         segments: list[LiveSegment] = []
         while end := self._next_end():
             segments += self._take(end)
-        return segments + self.tick()
-
-    def tick(self) -> list[LiveSegment]:
-        """Return the first segment if it has waited long enough; later segments wait until they are complete."""
-        if self._num_segments or self._started_s is None:
-            return []
-        if self._clock() - self._started_s < self._first_wait_s:
-            return []
-        unit_ends = self._unit_ends()
-        ends = [*self._sentence_ends(len(self._buffer)), *self._clause_ends(len(self._buffer))]
-        return self._take(_last(ends, unit_ends, self._first_min_units))
+        return segments
 
     def flush(self) -> list[LiveSegment]:
         """Return the remaining text as a segment, at the end of the answer."""
@@ -122,6 +98,12 @@ class LiveSegmenter:
     def _next_end(self) -> int:
         """End of the next segment in the buffer, or 0 when it has to wait."""
         unit_ends = self._unit_ends()
+        if not self._num_segments and len(unit_ends) >= self._first_min_units:
+            whole = len(self._buffer)
+            ends = sorted([*self._sentence_ends(whole), *self._clause_ends(whole)])
+            first = next((end for end in ends if bisect_right(unit_ends, end) >= self._first_min_units), 0)
+            if first:
+                return first
         if len(unit_ends) < self._min_units:
             return 0
         limit = self._limit(unit_ends)

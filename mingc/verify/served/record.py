@@ -237,7 +237,7 @@ class _GoldenWriter:
 
 
 def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str]:
-    """Cut an answer into the pieces that are spoken one by one, if no timeout cuts the first one."""
-    detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, SPEECH_TEXT, is_reproducible=True)
+    """Cut an answer into the pieces that are spoken one by one."""
+    detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, SPEECH_TEXT)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
     return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]

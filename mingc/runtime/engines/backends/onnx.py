@@ -84,7 +84,6 @@ class OnnxEngine(Engine):
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path, self._device = path, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.is_concurrent = self._stream is None  # calls share the session's memory and its stream
         self.is_capturable = self._stream is None  # a call on CUDA waits for the device
         self._session = _open_session(path, device, self._stream)
         self._layout = _layout(self._session, path)

@@ -54,8 +54,6 @@ class _Context:
 class TensorRtEngine(Engine):
     """One serialized plan."""
 
-    is_concurrent = False  # calls share the memory of a context, and every call copies the whole state
-
     def __init__(self, path: Path, device: torch.device) -> None:
         file = read_engine(path)
         self._header, self._path, self._device = file.header, path, device
