@@ -522,35 +522,6 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     assert answers[0].tokens() and not answers[2].items
 
 
-def test_an_idle_thinker_waits_for_announced_requests_that_share_the_first_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """For a moment, and not longer than they are announced."""
-    monkeypatch.setattr("mingc.runtime.thinker.loop._GATHER_S", 60.0)
-    loop, counts = make_thinker_loop(make_thinker_stage(num_layers=5, max_prompts=4)), list[int]()
-    run = loop.runner.launch_prefill if loop.runner.samples_on_device else loop.runner.prefill
-
-    def record(step: PrefillStep, **options: bool) -> object:
-        counts.append(len(step.counts))
-        return run(step, **options)  # type: ignore[operator]
-
-    monkeypatch.setattr(loop.runner, run.__name__, record)
-    with loop.announced():
-        first = ask(loop, PROMPTS[0])
-        with loop.announced():
-            waits = []
-            monkeypatch.setattr(loop._wake, "wait", waits.append)
-            assert run_step(loop) and not counts and 0 < waits[0] <= 60
-            second = ask(loop, PROMPTS[3])
-    run_until_idle(loop)
-    assert counts == [2] and first.tokens() and second.tokens()
-    with loop.announced():
-        loop._gather_until = 0.0  # the moment has passed
-        ask(loop, PROMPTS[0])
-        run_until_idle(loop)
-    assert counts == [2, 1]
-
-
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 @pytest.mark.parametrize("max_prompts", [1, 4])
 @pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])

@@ -12,12 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.conversation import MediaPart, Message, VideoParams
+from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
@@ -195,7 +195,6 @@ class OmniService:
             request.sampling,
             request.speech,
             is_live=request.is_live,
-            is_text=not any(isinstance(part, MediaPart) for each in request.messages for part in each.parts),
         )
 
     def prepare(
@@ -218,7 +217,6 @@ class OmniService:
         recorder: Recorder | None = None,
         is_live: bool = False,
         speech_text: SpeechText | None = None,
-        is_text: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
@@ -227,15 +225,12 @@ class OmniService:
             recorder: gets the logits of all tokens and the values of all patches.
             is_live: see `ChatRequest`.
             speech_text: the rules by which the answer is read; None: the service's.
-            is_text: whether the prompt has no media: it is ready in a moment, for which an idle thinker waits.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
         speech = self._speech_pipeline() if speech_params is not None else None
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
-        with self._begin(is_chat=True) as stream, ExitStack() as announcement:
-            if is_text:
-                announcement.enter_context(pipeline.loop.announced())
+        with self._begin(is_chat=True) as stream:
             speech_stream: SpeechStream | None = None
             spoken_text: SpokenText | None = None
             job: int | None = None
@@ -272,7 +267,6 @@ class OmniService:
                 job = pipeline.loop.submit(
                     prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
                 )
-                announcement.close()
                 while not run.is_done:
                     for event in run.accept(await stream.get()):
                         yield event

@@ -14,8 +14,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,9 +39,6 @@ from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
 
-# An idle device waits so long for announced requests, which then share the first chunk: sixteen short prompts together
-# take little longer than one alone.
-_GATHER_S = 0.005
 # The device is certainly busy for this share of a chunk's measured time. Real tokens may reach fewer experts than the
 # random tokens of the measurement.
 _BUSY_SHARE = 0.5
@@ -115,8 +111,6 @@ class ThinkerLoop(EngineThread):
         # Layer groups that ran since the last launched call: their measured time, and when the first one ran.
         self._pending_prefill_ms, self._pending_prefill_at = 0.0, 0.0
         self._next_chunk_at = 0.0  # earliest start of the next chunk (`time.perf_counter`)
-        self._num_announced = 0
-        self._gather_until = 0.0
 
     @property
     def held(self) -> dict[str, int]:
@@ -148,20 +142,6 @@ class ThinkerLoop(EngineThread):
         """Prevent later prompts from reusing pages that are written by now."""
         with self._lock:
             self.scheduler.unpublish_all()
-
-    @contextmanager
-    def announced(self) -> Iterator[None]:
-        """Announce a request that is submitted inside the block, or not at all. Call it from any thread."""
-        with self._lock:
-            if not self._num_announced:
-                self._gather_until = time.perf_counter() + _GATHER_S
-            self._num_announced += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_announced -= 1
-                self._notify()
 
     def submit(
         self,
@@ -251,16 +231,12 @@ class ThinkerLoop(EngineThread):
         return True
 
     def _wait_for_prompts(self) -> bool:
-        """Wait for prompts that may share the next chunk while the device is certainly busy, or for announced ones.
-
-        Returns False to plan.
-        """
-        now = time.perf_counter()
+        """Wait for prompts that may share the next chunk while the device is certainly busy. Returns False to plan."""
+        left = self._next_chunk_at - time.perf_counter()
+        if left <= 0.0:
+            return False
         with self._lock:
-            left = self._next_chunk_at - now
-            if self._num_announced and not self._launched and not self.scheduler.num_running:
-                left = max(left, self._gather_until - now)
-            if left <= 0.0 or not self.scheduler.can_start_chunk:
+            if not self.scheduler.can_start_chunk:
                 return False
             if not self._inbox:
                 self._wake.wait(left)
