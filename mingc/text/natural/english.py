@@ -538,6 +538,13 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
     return (
         (re.compile(rf"(?:(\d)\s?)?([{fractions}])"),
          lambda m: f"{m[1] + ' ' if m[1] else ''}{_FRACTION_NAMES[m[2]]}"),
+        # durations and ratios
+        (re.compile(r"(?<![\w.])(\d+)\s?h(?:rs?)?\s?(\d{1,2})\s?m(?:ins?)?\b(?:\s?(\d{1,2})\s?s(?:ecs?)?\b)?"),
+         lambda m: " ".join(_counted(m[place], unit) for place, unit in ((1, "hour"), (2, "minute"), (3, "second"))
+         if m[place])),
+        (re.compile(r"(\b(?:dilut\w*|mix\w*|ratio|scale|odds|proportions?|blend\w*)\b[^\d.;!?]{0,40}?)(?<!\bat )"
+            r"(\d+):(\d+)(?![\d:])", any_case),
+         lambda m: f"{m[1]}{cardinal(m[2])} to {cardinal(m[3])}"),
         # dates
         (re.compile(r"(?<![\d./-])(?P<y>[12]\d{3})(?P<sep>[-/.])(?P<m>\d{1,2})(?P=sep)(?P<d>\d{1,2})(?![\d/-])(?:"
             r"(?P<t>T)(?=\d)|)"), _iso_date),
@@ -697,6 +704,11 @@ _STREET = re.compile(
 )
 _STREET_BEFORE = re.compile(r"(?:[A-Z][a-z]+|\d(?:st|nd|rd|th)) $")
 _TITLES = {"St": ("Street", "Saint"), "Dr": ("Drive", "Doctor")}
+_FILE_DOT = re.compile(
+    r"(?<=\w)\.(?=(?:pdf|docx?|xlsx?|pptx?|txt|csv|json|ya?ml|xml|html?|md|py|jpe?g|png|gif|svg|mp[34]|wav|zip|exe"
+    r"|log|toml|ini)\b(?!\.\w))",
+    re.IGNORECASE,
+)
 _SLASH = re.compile(r"(?<=[^\W\d])\s?/\s?(?=[^\W\d])")
 
 
@@ -731,7 +743,7 @@ def _abbreviation(match: _Match) -> str:
 
 def read_english(text: str) -> str:
     """The words of a clause without markup. Letters that are not English stay."""
-    text = _LINK.sub(_host, text)
+    text = _FILE_DOT.sub(" dot ", _LINK.sub(_host, text))
     if "." in text or "St" in text or "Dr" in text:
         text = _STREET.sub(_street, text)
         text = _ABBREVIATION.sub(_abbreviation, text)
