@@ -52,7 +52,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechParams:
-    """Parameters of speech generation. None selects the artifact's default."""
+    """Parameters of speech generation. None selects the artifact's default.
+
+    `speech_lead`: patches that live speech may be ahead of its playback, 0: no limit; None: the server's.
+    """
 
     voice: str | None = None
     instructions: str | None = None
@@ -61,13 +64,15 @@ class SpeechParams:
     guidance: float | None = None
     sigma: float | None = None
     temperature: float | None = None
+    speech_lead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
-    `is_live`: the client plays the speech while it is generated, so it need not be generated faster.
+    `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
+    requests with a lower one are served earlier.
     """
 
     request_id: str
@@ -77,16 +82,18 @@ class ChatRequest:
     video: VideoParams = field(default_factory=VideoParams)
     thinking: bool = False
     is_live: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechRequest:
-    """A text to convert to speech. `is_live`: see `ChatRequest`."""
+    """A text to convert to speech. `is_live` and `priority`: see `ChatRequest`."""
 
     request_id: str
     text: str
     speech: SpeechParams
     is_live: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -726,7 +726,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "mm_processor_kwargs": ([{}], {"fps": 1}),
     "return_token_ids": ([False], True),
     "return_tokens_as_token_ids": ([False], True),
-    "priority": ([0], 1),
 }
 
 
@@ -765,7 +764,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
         "video_fps",
-        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
+        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 

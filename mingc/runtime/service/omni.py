@@ -195,6 +195,7 @@ class OmniService:
             request.sampling,
             request.speech,
             is_live=request.is_live,
+            priority=request.priority,
         )
 
     def prepare(
@@ -217,13 +218,14 @@ class OmniService:
         recorder: Recorder | None = None,
         is_live: bool = False,
         speech_text: SpeechText | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
         Args:
             noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
-            is_live: see `ChatRequest`.
+            is_live, priority: see `ChatRequest`.
             speech_text: the rules by which the answer is read; None: the service's.
         """
         timings = Timings()
@@ -238,7 +240,14 @@ class OmniService:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
-                        speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
+                        speech,
+                        speech_params,
+                        stream,
+                        seed,
+                        noise,
+                        is_live=is_live,
+                        priority=priority,
+                        recorder=recorder,
                     )
                     spoken_text = SpokenText(
                         speech.max_segment_length,
@@ -291,7 +300,14 @@ class OmniService:
         """Events of the speech of one text. See `Service`, and `answer` for the other arguments."""
         speech = self._speech_pipeline()
         pieces = spoken_pieces(request.text, speech.max_segment_length, speech_text or speech.speech_text)
-        return self.speak(pieces, request.speech, noise, is_live=request.is_live, recorder=recorder)
+        return self.speak(
+            pieces,
+            request.speech,
+            noise,
+            is_live=request.is_live,
+            priority=request.priority,
+            recorder=recorder,
+        )
 
     async def speak(
         self,
@@ -300,6 +316,7 @@ class OmniService:
         noise: NoiseSource | None = None,
         *,
         is_live: bool = False,
+        priority: int = 0,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
         """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
@@ -307,7 +324,14 @@ class OmniService:
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
             speech_stream = self._open_speech_stream(
-                speech, params, stream, params.seed, noise, is_live=is_live, recorder=recorder
+                speech,
+                params,
+                stream,
+                params.seed,
+                noise,
+                is_live=is_live,
+                priority=priority,
+                recorder=recorder,
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
@@ -395,6 +419,7 @@ class OmniService:
         noise: NoiseSource | None,
         *,
         is_live: bool,
+        priority: int = 0,
         recorder: Recorder | None,
     ) -> SpeechStream:
         pipeline.planner.check(params)
@@ -406,6 +431,7 @@ class OmniService:
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
             is_live=is_live,
+            priority=priority,
             recorder=recorder,
         )
 

@@ -56,6 +56,7 @@ class SpeechStream:
     Args:
         max_pending_patches: the talker pauses this request while so many patches are unread.
         is_live: whether the client plays the speech while it is generated; it is then paced.
+        priority: streams with a lower one come first.
         recorder: gets the values of all patches.
     """
 
@@ -69,6 +70,7 @@ class SpeechStream:
         noise: NoiseSource,
         max_pending_patches: int,
         is_live: bool = False,
+        priority: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         self._planner = planner
@@ -88,6 +90,8 @@ class SpeechStream:
             stream.put,
             lambda: stream.num_pending_patches >= max_pending_patches,
             is_live=is_live,
+            lead=params.speech_lead,
+            priority=priority,
             recorder=recorder,
         )
 

@@ -23,15 +23,24 @@ class TalkerScheduler:
         max_batch: most streams in one patch; with more slots, more streams run than fit into one patch.
         max_prefills_per_patch: most segments admitted at one patch boundary; running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
+        max_jobs: most slots of jobs, whose speech nobody hears while it is generated; None: all slots.
     """
 
     def __init__(
-        self, slots: SlotPool, *, max_batch: int, max_prefills_per_patch: int, max_streams: int
+        self,
+        slots: SlotPool,
+        *,
+        max_batch: int,
+        max_prefills_per_patch: int,
+        max_streams: int,
+        max_jobs: int | None = None,
     ) -> None:
         self.slots = slots
         self.max_batch = max_batch
         self._max_prefills = max_prefills_per_patch
         self._max_streams = max_streams
+        self._max_jobs = slots.num_slots - 1 if max_jobs is None else max_jobs
+        self._jobs: set[int] = set()
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
         self._queue: OrderedDict[int, None] = OrderedDict()  # streams waiting for a slot
         self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
@@ -56,10 +65,18 @@ class TalkerScheduler:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Streams that wait for a slot, in order of arrival."""
-        return tuple(self._queue)
+        """Streams that wait for a slot, in order of arrival; without jobs while these have as many as they may."""
+        return (
+            tuple(self._queue)
+            if self._room_of_jobs > 0
+            else tuple(each for each in self._queue if each not in self._jobs)
+        )
 
-    def open(self, stream: int) -> None:
+    @property
+    def _room_of_jobs(self) -> int:
+        return self._max_jobs - len(self._jobs & self._running.keys())
+
+    def open(self, stream: int, *, is_job: bool = False) -> None:
         """Open a stream. Raises: CapacityError when too many are open."""
         if len(self._segments) >= self._max_streams:
             raise CapacityError(
@@ -68,6 +85,8 @@ class TalkerScheduler:
                 code="queue_full",
             )
         self._segments[stream] = deque()
+        if is_job:
+            self._jobs.add(stream)
 
     def add(self, stream: int, segment: int) -> None:
         """Append a segment to an open stream."""
@@ -78,6 +97,7 @@ class TalkerScheduler:
     def remove(self, stream: int) -> None:
         """Remove a stream with all its segments and free its slot; does nothing if it is unknown."""
         self._segments.pop(stream, None)
+        self._jobs.discard(stream)
         self._queue.pop(stream, None)
         self._running.pop(stream, None)
         self.slots.free(stream)
@@ -91,6 +111,8 @@ class TalkerScheduler:
         for stream in self.waiting if order is None else order:
             if len(admitted) == self._max_prefills or not self.has_room:
                 break
+            if stream in self._jobs and self._room_of_jobs <= 0:
+                continue
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"
             del self._queue[stream]

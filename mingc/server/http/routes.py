@@ -195,6 +195,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
         video=parsed.video,
         thinking=parsed.thinking,
         is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
+        priority=parsed.priority,
     )
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
@@ -220,6 +221,7 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
         text=parsed.text,
         speech=parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
+        priority=parsed.priority,
     )
     async with timer.measure(server.service.speech(request)) as events:
         match parsed.delivery:
