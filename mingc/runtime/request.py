@@ -194,6 +194,7 @@ class ServiceInfo:
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
     aliases: tuple[str, ...] = ()
+    artifact: str = ""  # hash of its manifest
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -225,7 +226,8 @@ class ServiceLoad:
     (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), how often a
     chat lost its pages to an older one (`num_preempted`), images, videos and clips that were encoded
     (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after their playback time
-    (`num_underruns`). `memory` was allocated at start.
+    (`num_underruns`). `memory` was allocated at start. `limits`: how much of each limit is in use, and the
+    limit.
     """
 
     kv_pages_used: int = 0
@@ -241,6 +243,7 @@ class ServiceLoad:
     encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
 
 

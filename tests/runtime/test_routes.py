@@ -232,8 +232,11 @@ def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it(
     state = make_state()
     ends: list[str] = []
 
+    async def answer() -> AsyncIterator[bytes]:
+        yield b"{}"
+
     async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
-        await response.send_whole("application/json", b"{}")
+        await response.send_stream("application/json", answer())
         for _ in range(10):
             await asyncio.sleep(0)
         ends.append("done")

@@ -81,6 +81,7 @@ class OmniService:
         self._speech = speech
         self._ranks = ranks
         self._max_pending_patches = max_pending_patches
+        self._num_threads, self._num_offloaded = num_threads, 0
         self._memory = memory
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
         self._loops = [
@@ -122,11 +123,20 @@ class OmniService:
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
+        limits = {"preprocessing": (self._num_offloaded, self._num_threads)}
+        if self._event_queue is not None:
+            queue = self._event_queue
+            limits["unread_speech_bytes"] = (queue.unread_bytes, queue.max_unread_bytes)
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
+            limits |= {
+                "chats": (scheduler.num_running, scheduler.max_running),
+                "chat_queue": (scheduler.num_waiting, scheduler.max_waiting),
+                "kv_pages": (used, total),
+            }
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -136,6 +146,7 @@ class OmniService:
             }
             if self._chat.encoder_cache is not None:
                 embeddings = self._chat.encoder_cache
+                limits["encoder_cache_bytes"] = (embeddings.num_bytes, embeddings.max_bytes)
                 caches |= {
                     "encoder_hits": embeddings.num_hits,
                     "encoder_misses": embeddings.num_misses,
@@ -147,12 +158,14 @@ class OmniService:
             talkers = self._speech.talkers
             waiting["talker"] = talkers.num_waiting
             listeners, num_underruns = talkers.listeners, talkers.num_underruns
+            limits |= talkers.limits
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
             num_waiting=waiting,
             listeners=listeners,
             num_underruns=num_underruns,
+            limits=limits,
             memory=self._memory,
             **caches,
         )
@@ -455,4 +468,8 @@ class OmniService:
 
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self._num_offloaded += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_offloaded -= 1

@@ -88,7 +88,7 @@ class SpeechStream:
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
             stream.put,
-            lambda: stream.num_pending_patches >= max_pending_patches,
+            lambda: stream.is_behind(max_pending_patches),
             is_live=is_live,
             lead=params.speech_lead,
             priority=priority,
@@ -117,7 +117,7 @@ class SpeechStream:
         self.num_samples += len(patch.samples)
         self.was_capped |= patch.is_capped
         self._num_ended += patch.is_segment_end
-        if self._request_stream.num_pending_patches == self._limit - 1:
+        if self._request_stream.resumes_below(self._limit):
             self._loop.wake()
 
     def close(self) -> None:

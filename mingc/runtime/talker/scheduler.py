@@ -38,7 +38,7 @@ class TalkerScheduler:
         self.slots = slots
         self.max_batch = max_batch
         self._max_prefills = max_prefills_per_patch
-        self._max_streams = max_streams
+        self.max_streams = max_streams
         self._max_jobs = slots.num_slots - 1 if max_jobs is None else max_jobs
         self._jobs: set[int] = set()
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
@@ -78,7 +78,7 @@ class TalkerScheduler:
 
     def open(self, stream: int, *, is_job: bool = False) -> None:
         """Open a stream. Raises: CapacityError when too many are open."""
-        if len(self._segments) >= self._max_streams:
+        if len(self._segments) >= self.max_streams:
             raise CapacityError(
                 f"{len(self._segments)} requests are speaking or waiting to speak",
                 fix="try again later",
