@@ -141,7 +141,8 @@ class RequestStream:
     def close(self) -> None:
         """Drop queued and future items."""
         self.is_closed = True
-        self._event_queue.unread_bytes -= sum(_num_bytes(item) for item in self._items)
+        for item in self._items:
+            self._event_queue.unread_bytes -= _num_bytes(item)
         self._items.clear()
 
     def accept(self, item: Item) -> None:

@@ -196,6 +196,8 @@ class Metrics:
         self._log_lines_dropped = self._counter(
             "log_lines_dropped", "Log lines that were dropped because nobody read stderr."
         )
+        self._num_dropped_lines = 0
+        self.read_dropped_lines: Callable[[], int] = lambda: 0
         self.body_bytes = self._gauge(
             "body_bytes",
             "Bytes of bodies and media that requests hold, without the first 64 KiB of each "
@@ -260,6 +262,9 @@ class Metrics:
         }.items():
             self._limit_used.labels(name).set(used)
             self._limit_max.labels(name).set(most)
+        dropped = self.read_dropped_lines()
+        self._log_lines_dropped.inc(dropped - self._num_dropped_lines)
+        self._num_dropped_lines = dropped
         self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
         for engine, count in load.num_waiting.items():
             self._requests_waiting.labels(engine).set(count)

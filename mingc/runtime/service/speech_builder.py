@@ -36,7 +36,7 @@ def build_speech(
     for index, device in enumerate(devices):
         with current_device(device):
             loaded = [context.load(name, device) for name in stages.names]
-            with context.clock.phase("prepare patches and prompts (CUDA: capture)"):
+            with context.clock.phase("prepare patches and prompts (CUDA: capture)", stages.speech_llm):
                 worker = TalkerWorker(
                     *loaded,
                     parameters=stages.talker,
