@@ -27,6 +27,7 @@ class _Stream:
         is_live: whether it is played while it is generated.
         lead: patches that may be ready ahead of its playback; 0: no limit.
         priority: streams with a lower one come first.
+        slack_s: how long a launch waits for others; at least one patch of the lead must remain for generating it.
         arrived_at: time of its first segment.
         launched_at: time of its last launch.
         started_at: when playback started, shifted by every stall since.
@@ -40,6 +41,7 @@ class _Stream:
     is_live: bool
     lead: int
     priority: int
+    slack_s: float
     arrived_at: float | None = None
     launched_at: float | None = None
     started_at: float | None = None
@@ -78,6 +80,7 @@ class SpeechPacing:
         self._sample_rate = sample_rate
         self._patch_s = patch_samples / sample_rate
         self._streams: dict[int, _Stream] = {}
+        self._num_live = self._num_prioritized = 0
         self.num_underruns = 0  # how many patches were ready after their playback time
 
     def release(self) -> None:
@@ -88,11 +91,18 @@ class SpeechPacing:
 
     def open(self, stream: int, *, is_live: bool, lead: int | None = None, priority: int = 0) -> None:
         """Add a stream; only live streams are ever delayed. `lead`: None: the lead of all."""
-        self._streams[stream] = _Stream(is_live, self._lead if lead is None else lead, priority)
+        lead = self._lead if lead is None else lead
+        slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
+        self._streams[stream] = _Stream(is_live, lead, priority, slack_s)
+        self._num_live += is_live
+        self._num_prioritized += priority != 0
 
     def close(self, stream: int) -> None:
         """Remove a stream; does nothing if it is unknown."""
-        self._streams.pop(stream, None)
+        each = self._streams.pop(stream, None)
+        if each is not None:
+            self._num_live -= each.is_live
+            self._num_prioritized -= each.priority != 0
 
     def arrive(self, stream: int, now: float) -> None:
         """Record that a segment of the stream has arrived."""
@@ -151,6 +161,10 @@ class SpeechPacing:
         """
         streams = self._streams
         ready = [stream for stream in waiting if streams[stream].earliest <= now]
+        # Without pacing in order of arrival.
+        deadlines = {stream: self._deadline(streams[stream]) if self._lead else 0.0 for stream in ready}
+        if not self._num_prioritized and self._num_live in (0, len(streams)):
+            return sorted(ready, key=deadlines.__getitem__)
         first = {
             stream for stream in ready if streams[stream].is_live or self._is_overdue(streams[stream], now)
         }
@@ -159,11 +173,7 @@ class SpeechPacing:
             ready = [each for each in ready if each in first or streams[each].priority < starting]
         return sorted(
             ready,
-            key=lambda stream: (
-                self._rank(streams[stream], now),
-                stream not in first,
-                self._deadline(streams[stream]) if self._lead else 0.0,  # without pacing in order of arrival
-            ),
+            key=lambda each: (self._rank(streams[each], now), each not in first, deadlines[each]),
         )
 
     def due(
@@ -184,32 +194,33 @@ class SpeechPacing:
         found = [stream for stream in running if is_crowded or streams[stream].earliest <= now]
         # A patch is launched at the latest after the slack, if no other patch is launched before.
         if not is_crowded and all(
-            streams[stream].earliest + self._slack_s(streams[stream]) > now for stream in found
+            (each := streams[stream]).earliest + each.slack_s > now for stream in found
         ):
             return []
-        deadlines = {stream: self._deadline(streams[stream]) for stream in running}
-        order = sorted(found, key=lambda stream: (self._rank(streams[stream], now), deadlines[stream]))
-        if any(each.is_live for each in streams.values()):
-            return self._beside_listeners(order, running, deadlines, now, patch_s)
-        return order
+        deadlines = {stream: self._deadline(streams[stream]) for stream in found}
+        if self._num_prioritized:
+            order = sorted(found, key=lambda each: (self._rank(streams[each], now), deadlines[each]))
+        else:
+            order = sorted(found, key=deadlines.__getitem__)
+        all_s = _MARGIN * patch_s(len(order)) if self._num_live else 0.0
+        return self._beside_listeners(order, running, now, all_s, patch_s) if all_s else order
 
     def _beside_listeners(
         self,
         order: list[int],
         running: Sequence[int],
-        deadlines: Mapping[int, float],
         now: float,
+        all_s: float,
         patch_s: Callable[[int], float],
     ) -> list[int]:
-        """The streams of `order`, without as many as would make a listener late."""
+        """The streams of `order`, without as many as would make a listener late. `all_s`: seconds of all together."""
         streams = self._streams
-        all_s = _MARGIN * patch_s(len(order))
-        listeners = [stream for stream in running if streams[stream].is_live]
-        # One that arrives now waits at most for one patch of playback.
-        first = min((deadlines[stream] for stream in listeners), default=math.inf)
+        deadlines = {each: self._deadline(streams[each]) for each in running if streams[each].is_live}
+        # A listener that arrives now waits at most for one patch of playback.
+        first = min(deadlines.values(), default=math.inf)
         if all_s <= min(self._patch_s, first - now):
             return order
-        urgent = {stream for stream in listeners if deadlines[stream] - now < all_s}.intersection(order)
+        urgent = {each for each, deadline in deadlines.items() if deadline - now < all_s}.intersection(order)
         best = min((streams[stream].priority for stream in urgent), default=-math.inf)
         chosen = [stream for stream in order if stream in urgent or streams[stream].priority < best]
         rest = [stream for stream in order if stream not in urgent and streams[stream].priority >= best]
@@ -232,8 +243,10 @@ class SpeechPacing:
         `admitted_at`: time of the last `admissible`, if not `now`. Streams of `waiting` that became due since then
         count as well.
         """
-        streams, slack_s = self._streams, self._slack_s
-        times = [time for each in running if (time := streams[each].earliest + slack_s(streams[each])) > now]
+        streams = self._streams
+        times = [
+            time for stream in running if (time := (each := streams[stream]).earliest + each.slack_s) > now
+        ]
         since = now if admitted_at is None else admitted_at
         times += [time for stream in waiting if (time := streams[stream].earliest) > since]
         return min(times, default=math.inf)
@@ -265,10 +278,6 @@ class SpeechPacing:
     def _rank(self, each: _Stream, now: float) -> float:
         """The priority; overdue streams come first, so that none starves."""
         return -math.inf if self._is_overdue(each, now) else each.priority
-
-    def _slack_s(self, each: _Stream) -> float:
-        """How long a launch waits for others; at least one patch of the lead must remain for generating it."""
-        return self._patch_s * min(1.0, (each.lead - 1) / 2)
 
     def _deadline(self, each: _Stream) -> float:
         """When the next patch must be played. A new stream's is its arrival, before all streams that are on time.

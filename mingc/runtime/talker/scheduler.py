@@ -41,6 +41,7 @@ class TalkerScheduler:
         self.max_streams = max_streams
         self._max_jobs = slots.num_slots - 1 if max_jobs is None else max_jobs
         self._jobs: set[int] = set()
+        self._running_jobs: set[int] = set()
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
         self._queue: OrderedDict[int, None] = OrderedDict()  # streams waiting for a slot
         self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
@@ -66,15 +67,13 @@ class TalkerScheduler:
     @property
     def waiting(self) -> tuple[int, ...]:
         """Streams that wait for a slot, in order of arrival; without jobs while these have as many as they may."""
-        return (
-            tuple(self._queue)
-            if self._room_of_jobs > 0
-            else tuple(each for each in self._queue if each not in self._jobs)
-        )
+        if self._has_room_for_jobs:
+            return tuple(self._queue)
+        return tuple(each for each in self._queue if each not in self._jobs)
 
     @property
-    def _room_of_jobs(self) -> int:
-        return self._max_jobs - len(self._jobs & self._running.keys())
+    def _has_room_for_jobs(self) -> bool:
+        return len(self._running_jobs) < self._max_jobs
 
     def open(self, stream: int, *, is_job: bool = False) -> None:
         """Open a stream. Raises: CapacityError when too many are open."""
@@ -100,6 +99,7 @@ class TalkerScheduler:
         self._jobs.discard(stream)
         self._queue.pop(stream, None)
         self._running.pop(stream, None)
+        self._running_jobs.discard(stream)
         self.slots.free(stream)
 
     def admit(self, order: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
@@ -111,13 +111,16 @@ class TalkerScheduler:
         for stream in self.waiting if order is None else order:
             if len(admitted) == self._max_prefills or not self.has_room:
                 break
-            if stream in self._jobs and self._room_of_jobs <= 0:
+            is_job = stream in self._jobs
+            if is_job and not self._has_room_for_jobs:
                 continue
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"
             del self._queue[stream]
             segment = self._segments[stream].popleft()
             self._running[stream] = segment
+            if is_job:
+                self._running_jobs.add(stream)
             admitted.append((stream, segment, slot))
         return admitted
 
@@ -130,6 +133,7 @@ class TalkerScheduler:
     def end_segment(self, stream: int) -> None:
         """End the stream's segment: free its slot, and queue the stream if it has another one."""
         del self._running[stream]
+        self._running_jobs.discard(stream)
         self.slots.free(stream)
         if self._segments[stream]:
             self._queue[stream] = None
@@ -138,3 +142,4 @@ class TalkerScheduler:
         """Assert that every allocated slot belongs to a running stream."""
         self.slots.check()
         assert self.slots.num_free == self.slots.num_slots - 1 - len(self._running), "slots held by no stream"
+        assert self._running_jobs == self._jobs & self._running.keys(), "jobs are counted wrong"

@@ -294,7 +294,7 @@ def _exit_error(rank: int, code: int) -> RankError:
 
 def _forward(child: subprocess.Popen[str]) -> None:
     """Write what a rank prints to stderr of this process."""
-    assert child.stdout is not None
-    with child.stdout:
-        for line in child.stdout:
-            sys.stderr.write(line)
+    if child.stdout is not None:
+        with child.stdout:
+            for line in child.stdout:
+                sys.stderr.write(line)
