@@ -109,7 +109,7 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record) + "\n"
-        except Exception:
+        except (TypeError, ValueError, KeyError):  # the arguments do not fit the message
             self.handleError(record)
             return
         self.writer.put(line.encode(errors="backslashreplace"))

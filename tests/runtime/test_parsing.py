@@ -783,6 +783,19 @@ def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
             speech(**{name: value})
 
 
+def test_order_and_pace_of_a_request() -> None:
+    assert (chat().priority, speech().priority, speech().speech.speech_lead) == (0, 0, None)
+    for value in (-5, 0, 7.0, (1 << 31) - 1):
+        assert chat(priority=value).priority == speech(priority=value).priority == value
+    for lead in (0, 3, 10**6):
+        found = chat(**spoken(speech_lead=lead)).speech
+        assert found is not None and found.speech_lead == speech(speech_lead=lead).speech.speech_lead == lead
+    for wrong in ({"priority": 1.5}, {"priority": "high"}, {"priority": 1 << 31}, {"speech_lead": -1}):
+        with pytest.raises(RequestError) as caught:
+            speech(**wrong)
+        assert caught.value.param == next(iter(wrong))
+
+
 @pytest.mark.parametrize("name", ["max_steps", "max_new_tokens"])
 def test_steps_of_speech_have_two_names(name: str) -> None:
     for value in (1, 1 << 24, 7.0):
