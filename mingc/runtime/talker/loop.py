@@ -249,14 +249,17 @@ class TalkerLoop(EngineThread):
 
     def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
         """Emit `patches`, by slot, and end the segments that are finished."""
+        is_finite = [bool(np.isfinite(patch.samples).all()) for patch in patches.values()]
         with self._lock:
+            now = self._clock()
             owners = [self.scheduler.slots.owner(slot) for slot in patches]
-        for stream, patch in zip(owners, patches.values(), strict=True):
-            if not np.isfinite(patch.samples).all():
+            for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
+                if is_good:
+                    self._pacing.deliver(stream, len(patch.samples), now)
+        for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
+            if not is_good:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
-            with self._lock:
-                self._pacing.deliver(stream, len(patch.samples), self._clock())
             self._streams[stream].emit(patch)
             if patch.is_segment_end:
                 self._end_segment(stream)
