@@ -87,7 +87,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
         thinking=_thinking(body),
         stream=body.stream or False,
         include_usage=_include_usage(body),
-        priority=_integer(body.priority, "priority") or 0,
+        priority=as_integer(body.priority, "priority") or 0,
     )
     for name, (why, neutral) in CHAT_REFUSED.items():
         _refuse(body, name, why, unless=neutral)
@@ -117,7 +117,7 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
         speech=_speech_params(body, info, options, ""),
         audio_format="pcm16" if body.response_format == "pcm" else body.response_format or "wav",
         delivery=_delivery(body),
-        priority=_integer(body.priority, "priority") or 0,
+        priority=as_integer(body.priority, "priority") or 0,
     )
 
 
@@ -215,7 +215,7 @@ def _speech_params(
         guidance=fields.guidance,
         sigma=fields.sigma,
         temperature=fields.temperature,
-        speech_lead=_integer(fields.speech_lead, f"{prefix}speech_lead"),
+        speech_lead=as_integer(fields.speech_lead, f"{prefix}speech_lead"),
     )
 
 
