@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from mingc.errors import CapacityError
 from mingc.server.audio_format import AudioSpec, ClipFile, to_pcm16, wav_header
+from mingc.server.key_limits import SECONDS_PER_BYTE
 from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.http")
 
 _IN_MEMORY_BYTES = 256 << 10  # of a kept clip, and as much that waits to be written
 _PART_BYTES = 192 << 10  # of a kept clip that are read and sent at once; a multiple of 3, for base64
-# A reader speaks about 14 letters or 4 Chinese characters a second: both 0.08 s for a byte of UTF-8.
-_SECONDS_PER_BYTE = 0.08
 
 
 class AnswerBudget:
@@ -42,7 +41,7 @@ class AnswerBudget:
 
         Raises: CapacityError if the clips of all requests would be too large.
         """
-        seconds = 0.0 if text is None else len(text.encode()) * _SECONDS_PER_BYTE
+        seconds = 0.0 if text is None else len(text.encode()) * SECONDS_PER_BYTE
         expected = int(seconds * spec.sample_rate) * 2 + _IN_MEMORY_BYTES
         reserved = min(expected, self._limit)  # alone, it may be too large only when that is certain
         self._take(reserved)
