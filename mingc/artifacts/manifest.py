@@ -267,6 +267,11 @@ class Manifest:
         document[_HASH_KEY] = content_hash(document)
         return json.dumps(document, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
 
+    @property
+    def hash(self) -> str:
+        """The hash that `manifest.json` contains."""
+        return content_hash(encode(self))
+
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
         for stage in self.stages.values():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ from mingc.server.options import ServeOptions
 if TYPE_CHECKING:
     from mingc.runtime.service.omni import OmniService
     from mingc.runtime.service.startup_clock import StartupClock
+
+log = logging.getLogger("mingc.startup")
 
 _CHECKS = [
     option(
@@ -54,7 +58,18 @@ _LOGS = [
 _DEFAULTS = {"check_hashes": True}  # replicas of a deployment do not read all files again
 
 
-@cloup.command(cls=Command)
+class _Serve(Command):
+    """With `--log-format json` errors of the command line are JSON lines, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--log-format=json" in args or ("--log-format", "json") in pairwise(args):
+            from mingc.server.logs import configure_logging
+
+            configure_logging("info", "json")
+        return super().parse_args(ctx, args)
+
+
+@cloup.command(cls=_Serve)
 @click.argument("artifact", type=PATH)
 @declared(
     ServeOptions,
@@ -118,6 +133,7 @@ def command(
     def announce(url: str) -> None:
         document = {"url": url, "model": service.info.model, "startup_s": clock.seconds}
         print(json.dumps(document) if as_json else url, flush=True)
+        log.info("serving %s at %s, ready in %.1f s", service.info.model, url, clock.total_s)
 
     try:
         ended_in_order = serve(create_app(service, http, keys), listener, announce=announce)

@@ -35,12 +35,14 @@ _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentCall:
-    """One normalised piece of text to speak, as segment `index` of a request."""
+    """One normalised piece of text to speak, as segment `index` of a request. `is_live`, `priority`: the request's."""
 
     text: str
     index: int
     params: SpeechParams
     seed: int
+    is_live: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,15 +114,23 @@ class RemoteSpeechService:
         events = self._text.chat(replace(request, speech=None))
         if request.speech is None:
             return events
-        return self._spoken_chat(events, request.speech, request.sampling.seed)
+        return self._spoken_chat(events, request, request.speech)
 
     async def _spoken_chat(
-        self, text: AsyncIterator[Event], params: SpeechParams, text_seed: int | None
+        self, text: AsyncIterator[Event], request: ChatRequest, params: SpeechParams
     ) -> AsyncGenerator[Event]:
         caption_instruction(params.instructions or "")  # raises before any text is sent
-        seed = params.seed if params.seed is not None else text_seed
+        seed = params.seed if params.seed is not None else request.sampling.seed
         spoken = SpokenText(self._max_segment_length, self._speech_text)
-        segments = _Segments(self._speak, params, random_seed() if seed is None else seed)
+        call = SegmentCall(
+            text="",
+            index=0,
+            params=replace(params, speech_lead=0),  # a call knows the playback of its own segment only
+            seed=random_seed() if seed is None else seed,
+            is_live=request.is_live,
+            priority=request.priority,
+        )
+        segments = _Segments(self._speak, call)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
 
@@ -165,14 +175,14 @@ _Item = Event | Exception | _End
 
 
 class _Segments:
-    """The segments of one request in order; at most `_AHEAD` are generated at a time."""
+    """The segments of one request in order; at most `_AHEAD` are generated at a time.
 
-    def __init__(
-        self, speak: Callable[[SegmentCall], AsyncGenerator[Event]], params: SpeechParams, seed: int
-    ) -> None:
+    Their calls are `call` with text and index.
+    """
+
+    def __init__(self, speak: Callable[[SegmentCall], AsyncGenerator[Event]], call: SegmentCall) -> None:
         self._speak = speak
-        self._params = params
-        self._seed = seed
+        self._call = call
         self._waiting: asyncio.Queue[SegmentCall | _End] = asyncio.Queue()
         self._num_added = 0
         self.is_ended = False
@@ -182,9 +192,8 @@ class _Segments:
     def add(self, pieces: Iterable[str]) -> None:
         """Append normalised pieces of text."""
         for text in pieces:
-            call = SegmentCall(text=text, index=self._num_added, params=self._params, seed=self._seed)
+            self._waiting.put_nowait(replace(self._call, text=text, index=self._num_added))
             self._num_added += 1
-            self._waiting.put_nowait(call)
 
     def end(self) -> None:
         """No segment follows."""

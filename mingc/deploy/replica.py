@@ -214,7 +214,10 @@ class SpeechReplica(Replica):
         """Events of the speech of one segment of a request."""
         assert isinstance(self.service, OmniService)
         noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
-        async with contextlib.aclosing(self.service.speak([call.text], call.params, noise)) as events:
+        events = self.service.speak(
+            [call.text], call.params, noise, is_live=call.is_live, priority=call.priority
+        )
+        async with contextlib.aclosing(events):
             async for event in events:
                 yield event
 

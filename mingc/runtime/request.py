@@ -52,7 +52,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechParams:
-    """Parameters of speech generation. None selects the artifact's default."""
+    """Parameters of speech generation. None selects the artifact's default.
+
+    `speech_lead`: patches that live speech may be ahead of its playback, 0: no limit; None: the server's.
+    """
 
     voice: str | None = None
     instructions: str | None = None
@@ -61,13 +64,15 @@ class SpeechParams:
     guidance: float | None = None
     sigma: float | None = None
     temperature: float | None = None
+    speech_lead: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
-    `is_live`: the client plays the speech while it is generated, so it need not be generated faster.
+    `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
+    requests with a lower one are served earlier.
     """
 
     request_id: str
@@ -77,16 +82,18 @@ class ChatRequest:
     video: VideoParams = field(default_factory=VideoParams)
     thinking: bool = False
     is_live: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeechRequest:
-    """A text to convert to speech. `is_live`: see `ChatRequest`."""
+    """A text to convert to speech. `is_live` and `priority`: see `ChatRequest`."""
 
     request_id: str
     text: str
     speech: SpeechParams
     is_live: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +194,7 @@ class ServiceInfo:
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
     aliases: tuple[str, ...] = ()
+    artifact: str = ""  # hash of its manifest
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -218,7 +226,8 @@ class ServiceLoad:
     (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), how often a
     chat lost its pages to an older one (`num_preempted`), images, videos and clips that were encoded
     (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after their playback time
-    (`num_underruns`). `memory` was allocated at start.
+    (`num_underruns`). `memory` was allocated at start. `limits`: how much of each limit is in use, and the
+    limit.
     """
 
     kv_pages_used: int = 0
@@ -234,6 +243,7 @@ class ServiceLoad:
     encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
 
 

@@ -1,7 +1,7 @@
 """Queues from engine threads to the event loop, one per request.
 
 Nothing here blocks an engine. `max_tokens` of a request bounds its text. The talker bounds its speech: it leaves the
-request out of its batches while `num_pending_patches` is at its limit, so a slow client occupies a slot but no memory.
+request out of its batches while the request `is_behind`, so a slow client occupies a slot but no memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class FailedItem:
     error: ServeError
 
 
+# Unread speech of all requests. Beyond it each request may have a second of speech.
+MAX_UNREAD_BYTES = 256 << 20
+_FAIR_PATCHES = 4
+
 Item = TokenItem | AudioDelta | FailedItem
 
 
@@ -43,10 +47,15 @@ class EventQueue:
 
     Items that arrive together wake the loop once: a wake-up is a system call, at which the engine thread may lose the
     GIL to the loop, and a step has an item for every request.
+
+    Attributes:
+        unread_bytes: bytes of the patches that were handed over and not read; the event loop changes it.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
         self.loop = loop
+        self.max_unread_bytes = max_unread_bytes
+        self.unread_bytes = 0
         self._items: deque[tuple[RequestStream, Item]] = deque()
         self._is_woken = False
 
@@ -91,6 +100,18 @@ class RequestStream:
         """How many patches were put and not yet taken."""
         return self._patches_put - self._patches_taken
 
+    def is_behind(self, max_pending: int) -> bool:
+        """Whether the client has left as many patches unread as it may; fewer when all clients leave too much."""
+        pending = self.num_pending_patches
+        if pending >= max_pending:
+            return True
+        queue = self._event_queue
+        return pending >= _FAIR_PATCHES and queue.unread_bytes >= queue.max_unread_bytes
+
+    def resumes_below(self, max_pending: int) -> bool:
+        """Whether the patch that was taken last has ended `is_behind`."""
+        return self.num_pending_patches in (max_pending - 1, _FAIR_PATCHES - 1)
+
     def put(self, item: Item) -> None:
         """Pass an item on. Drops it when the request has ended or the event loop is closed."""
         if self.is_closed:
@@ -110,15 +131,23 @@ class RequestStream:
         item = self._items.popleft()
         if isinstance(item, AudioDelta):
             self._patches_taken += 1
+            self._event_queue.unread_bytes -= item.samples.nbytes
         return item
 
     def close(self) -> None:
         """Drop queued and future items."""
         self.is_closed = True
+        for item in self._items:
+            self._event_queue.unread_bytes -= _num_bytes(item)
         self._items.clear()
 
     def accept(self, item: Item) -> None:
         """Queue an item for `get`; called by `EventQueue` on the event loop."""
         if not self.is_closed:
+            self._event_queue.unread_bytes += _num_bytes(item)
             self._items.append(item)
             self._filled.set()
+
+
+def _num_bytes(item: Item) -> int:
+    return item.samples.nbytes if isinstance(item, AudioDelta) else 0

@@ -30,7 +30,7 @@ from mingc.server.http.response_schemas import (
     model_object,
 )
 from mingc.server.http.routes import GenerationRoute, HttpState, handle_chat, handle_speech
-from mingc.server.logs import REQUEST_ID, RequestContext
+from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
@@ -43,6 +43,7 @@ _PROBE_PATHS = frozenset({"/health", "/ready"})
 def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
     """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
     state = ServerState(service=service, options=options)
+    export_logs(state.metrics)
     keys = keys or ApiKeys(options.api_key_file)
     if not keys.is_required and state.key_limits.limits:
         raise ConfigError(

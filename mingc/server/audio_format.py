@@ -1,4 +1,4 @@
-"""Audio encoding of speech: WAV, raw PCM16 or FLAC, whole or as a stream.
+"""Audio encoding of speech: WAV, raw PCM16 or FLAC.
 
 All three contain the same 16-bit samples at the artifact's own rate. WAV headers are written here, because a stream
 needs one with an unknown length; libsndfile encodes FLAC.
@@ -7,11 +7,9 @@ needs one with an unknown length; libsndfile encodes FLAC.
 from __future__ import annotations
 
 import base64
-import io
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +31,11 @@ class AudioSpec:
 
     @property
     def is_playable_in_parts(self) -> bool:
-        """Whether a stream has audible parts before its end; FLAC does not (`_FlacStream`)."""
+        """Whether a stream has audible parts before its end; FLAC does not.
+
+        STREAMINFO, the first block of a file, holds the number of samples. It may be "unknown" (RFC 9639 §8.2), but
+        libsndfile cannot read such a file to its end.
+        """
         return self.format != "flac"
 
     @property
@@ -67,69 +69,37 @@ def flac_header(sample_rate: int) -> bytes:
     return b"fLaC" + b"\x80\x00\x00\x22" + block_and_frame_sizes + struct.pack(">Q", bits) + bytes(16)
 
 
-def encode(chunks: Sequence[NDArray[np.float32]], spec: AudioSpec) -> bytes:
-    """Encode a clip from chunks of (n_i,) float32 mono samples, with its length in the header."""
-    if spec.format != "flac":
-        pcm = b"".join(to_pcm16(chunk).tobytes() for chunk in chunks)
-        return pcm if spec.format == "pcm16" else wav_header(spec.sample_rate, len(pcm) // 2) + pcm
-    stream = _FlacStream(spec.sample_rate)
-    for chunk in chunks:
-        stream.add(chunk)
-    return stream.finish()
+class ClipFile:
+    """Encodes one clip into `file`, which can seek, with its length in the header."""
 
+    def __init__(self, spec: AudioSpec, file: IO[bytes]) -> None:
+        self._spec = spec
+        self._file = file
+        self._num_samples = 0
+        self._flac = _open_flac(file, spec.sample_rate) if spec.format == "flac" else None
+        if spec.format == "wav":
+            file.write(wav_header(spec.sample_rate, 0))
 
-class StreamEncoder(Protocol):
-    """Encodes a clip of unknown length. All returned bytes, joined in order, form one valid file."""
+    def add(self, pcm: NDArray[np.int16]) -> None:
+        """Add (n,) samples of `to_pcm16`."""
+        self._num_samples += len(pcm)
+        if self._flac is not None:
+            self._flac.write(pcm)
+        else:
+            self._file.write(pcm.tobytes())
 
-    def add(self, samples: NDArray[np.float32]) -> bytes:
-        """Add (n,) float32 mono samples; returns the bytes ready to be sent (may be empty)."""
-        ...
-
-    def finish(self) -> bytes:
-        """The remaining bytes. The encoder must not be used afterwards."""
-        ...
-
-
-def open_stream(spec: AudioSpec) -> StreamEncoder:
-    """Make the encoder of one clip."""
-    if spec.format == "flac":
-        return _FlacStream(spec.sample_rate)
-    return _PcmStream(wav_header(spec.sample_rate, None) if spec.format == "wav" else b"")
-
-
-class _PcmStream:
-    """Raw samples behind a header, which is returned with the first of them."""
-
-    def __init__(self, header: bytes) -> None:
-        self._header = header
-
-    def add(self, samples: NDArray[np.float32]) -> bytes:
-        header, self._header = self._header, b""
-        return header + to_pcm16(samples).tobytes()
-
-    def finish(self) -> bytes:
-        return self._header
-
-
-class _FlacStream:
-    """FLAC, encoded as samples arrive and returned at the end.
-
-    STREAMINFO, the first block of a file, holds the number of samples. It may be "unknown" (RFC 9639 §8.2), but
-    libsndfile cannot read such a file to its end.
-    """
-
-    def __init__(self, sample_rate: int) -> None:
-        self._if_empty = flac_header(sample_rate)
-        self._file = io.BytesIO()
-        self._flac = _open_flac(self._file, sample_rate)
-
-    def add(self, samples: NDArray[np.float32]) -> bytes:
-        self._flac.write(to_pcm16(samples))
-        return b""
-
-    def finish(self) -> bytes:
-        self._flac.close()
-        return self._file.getvalue() or self._if_empty
+    def finish(self) -> int:
+        """Complete the file and go to its start. Returns its length in bytes."""
+        if self._flac is not None:
+            self._flac.close()
+            if not self._num_samples:
+                self._file.write(flac_header(self._spec.sample_rate))
+        elif self._spec.format == "wav":
+            self._file.seek(0)
+            self._file.write(wav_header(self._spec.sample_rate, self._num_samples))
+        num_bytes = self._file.seek(0, 2)
+        self._file.seek(0)
+        return num_bytes
 
 
 class Base64Stream:
@@ -153,7 +123,7 @@ class Base64Stream:
         return base64.b64encode(self._rest).decode()
 
 
-def _open_flac(file: io.BytesIO, sample_rate: int) -> soundfile.SoundFile:
+def _open_flac(file: IO[bytes], sample_rate: int) -> soundfile.SoundFile:
     # not needed for WAV, and not installed on some GPU hosts
     import soundfile
 

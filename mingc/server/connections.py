@@ -90,6 +90,9 @@ class ConnectionTable:
     connections: set[HttpConnection] = field(default_factory=set, init=False)
     waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        self.metrics.add_limit("connections", lambda: (len(self.connections), self.limit))
+
     @property
     def body_read_bytes(self) -> int:
         """Most bytes of a body to read at once."""

@@ -12,7 +12,7 @@ from mingc.server.options import ServeOptions
 
 # Before a text is tokenized and spoken, its length in UTF-8 tells how much it is, in English as well as in Chinese.
 _BYTES_PER_TOKEN = 4
-_SECONDS_PER_BYTE = 0.08
+SECONDS_PER_BYTE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class KeyUse:
         """Count the text of a chat's prompt and its longest answer. Raises: see `add`."""
         self.add("--key-max-tokens", len(prompt.encode()) // _BYTES_PER_TOKEN + max_tokens)
         if is_spoken:
-            self.add("--key-max-audio-seconds", round(max_tokens * _BYTES_PER_TOKEN * _SECONDS_PER_BYTE))
+            self.add("--key-max-audio-seconds", round(max_tokens * _BYTES_PER_TOKEN * SECONDS_PER_BYTE))
 
     def add_speech(self, text: str) -> None:
         """Count the speech of a text. Raises: see `add`."""
-        self.add("--key-max-audio-seconds", round(len(text.encode()) * _SECONDS_PER_BYTE))
+        self.add("--key-max-audio-seconds", round(len(text.encode()) * SECONDS_PER_BYTE))
 
     def add(self, name: str, amount: int) -> None:
         """Count `amount` until the request ends.

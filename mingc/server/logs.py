@@ -11,11 +11,12 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mingc.server.log_writer import LogHandler, LogStream, LogWriter
 from mingc.server.metrics import CLIENT_GONE, Metrics, route_of
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -37,13 +38,55 @@ _EXTRA = ("method", "path", "status", "duration_ms", "client")
 
 
 def configure_logging(level: LogLevel, format: LogFormat, stream: TextIO | None = None) -> None:
-    """Send all logs of the process to stderr (or `stream`), with a limit on repeated lines."""
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    """Send all logs of the process to stderr, with a limit on repeated lines.
+
+    A thread writes them, and what is printed to stderr, which becomes JSON lines, too. With `stream` they are written
+    there at once.
+    """
+    formatter = JsonFormatter() if format == "json" else TextFormatter()
+    handler = logging.StreamHandler(stream) if stream is not None else _stderr_handler(formatter, format)
+    handler.setFormatter(formatter)
     handler.addFilter(RepetitionLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "asyncio", "uvicorn"):  # httpx logs URLs with their signatures at INFO
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _stderr_handler(formatter: logging.Formatter, format: LogFormat) -> logging.Handler:
+    """The handler over stderr; `sys.stderr` passes through its queue from now on."""
+
+    def line(level: int, text: str, *values: object) -> str:
+        return formatter.format(logging.LogRecord("mingc.stderr", level, "", 0, text, values, None))
+
+    def printed(text: str) -> str:
+        return line(logging.ERROR if text.startswith(("mingc: error", "  ")) else logging.INFO, "%s", text)
+
+    def report(count: int) -> bytes:
+        return (
+            line(logging.WARNING, "%d log lines were dropped: stderr was not read", count) + "\n"
+        ).encode()
+
+    stream: Any = sys.stderr.stream if isinstance(sys.stderr, LogStream) else sys.stderr
+    try:
+        descriptor = stream.fileno()
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
+        return logging.StreamHandler(stream)
+    if isinstance(sys.stderr, LogStream):
+        writer = sys.stderr.writer
+        writer.report = report
+    else:
+        stream.flush()
+        writer = LogWriter(descriptor, report)
+    sys.stderr = LogStream(writer, stream, printed if format == "json" else None)
+    return LogHandler(writer)
+
+
+def export_logs(metrics: Metrics) -> None:
+    """Export how full the queue of stderr is, and how many lines were dropped."""
+    if isinstance(sys.stderr, LogStream):
+        writer = sys.stderr.writer
+        metrics.add_limit("log_bytes", lambda: writer.limit)
+        metrics.read_dropped_lines = lambda: writer.num_dropped
 
 
 class TextFormatter(logging.Formatter):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from mingc import __version__
-from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, Usage
+from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, ServiceLoad, TextDelta, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -182,15 +183,36 @@ class Metrics:
             "evicted (the longest waiting one, for a new one), refused (--max-connections), no_descriptor.",
             "reason",
         )
+        self._limits: dict[str, Callable[[], tuple[int, int]]] = {}
+        self._limit_used = self._gauge(
+            "limit_used",
+            "How much of each limit is in use: requests, connections, body_bytes, answer_bytes (kept speech, with what "
+            "is expected), log_bytes (lines that stderr has not taken); chats, chat_queue, kv_pages, preprocessing "
+            "(requests, of which as many as the limit have a thread and a decoder process), encoder_cache_bytes, "
+            "unread_speech_bytes, speech_streams, speech_slots.",
+            "limit",
+        )
+        self._limit_max = self._gauge("limit_max", "The limits of `mingc_limit_used`.", "limit")
+        self._log_lines_dropped = self._counter(
+            "log_lines_dropped", "Log lines that were dropped because nobody read stderr."
+        )
+        self._num_dropped_lines = 0
+        self.read_dropped_lines: Callable[[], int] = lambda: 0
         self.body_bytes = self._gauge(
             "body_bytes",
             "Bytes of bodies and media that requests hold, without the first 64 KiB of each "
             "(--max-total-body-bytes).",
         )
-        build = self._gauge(
-            "build_info", "1; the labels are the versions of mingc and Python.", "version", "python"
+        self._build = self._gauge(
+            "build_info",
+            "1; the labels are the versions of mingc, Python and torch, the model and the hash of its artifact's "
+            "manifest.",
+            "version",
+            "python",
+            "torch",
+            "model",
+            "artifact",
         )
-        build.labels(__version__, platform.python_version()).set(1)
         ProcessCollector(registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -201,6 +223,18 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"mingc_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+    def set_build(self, info: ServiceInfo) -> None:
+        """Describe what is served."""
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = ""
+        self._build.labels(__version__, platform.python_version(), torch, info.model, info.artifact).set(1)
+
+    def add_limit(self, name: str, read: Callable[[], tuple[int, int]]) -> None:
+        """Export a limit of the server; `read` returns how much is in use, and the limit."""
+        self._limits[name] = read
 
     def render(self, load: ServiceLoad) -> bytes:
         """Write all metrics in Prometheus' text format, with the load of this moment."""
@@ -222,6 +256,15 @@ class Metrics:
         ]
 
     def _set_load(self, load: ServiceLoad) -> None:
+        for name, (used, most) in {
+            **{name: read() for name, read in self._limits.items()},
+            **load.limits,
+        }.items():
+            self._limit_used.labels(name).set(used)
+            self._limit_max.labels(name).set(most)
+        dropped = self.read_dropped_lines()
+        self._log_lines_dropped.inc(dropped - self._num_dropped_lines)
+        self._num_dropped_lines = dropped
         self._kv_cache_usage.set(load.kv_pages_used / max(1, load.kv_pages_total))
         for engine, count in load.num_waiting.items():
             self._requests_waiting.labels(engine).set(count)

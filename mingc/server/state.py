@@ -34,6 +34,8 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.key_limits = KeyLimits(self.options)
+        self.metrics.set_build(self.service.info)
+        self.metrics.add_limit("requests", lambda: (self.num_running, self.options.max_concurrent_requests))
 
     @property
     def status(self) -> Status:

@@ -181,9 +181,10 @@ def test_a_spoken_chat_has_all_text_all_speech_and_one_end() -> None:
         TextDelta(text=each) for each in TWO
     ]
     assert events.count(TextDone(finish_reason="length")) == 1
+    unpaced = replace(params, speech_lead=0)
     assert [(call.index, call.seed, call.params) for call in speech_side.calls] == [
-        (0, 9, params),
-        (1, 9, params),
+        (0, 9, unpaced),
+        (1, 9, unpaced),
     ]
     assert "nine" in speech_side.calls[0].text and "Ten" in speech_side.calls[1].text
     audio = [float(event.samples[0]) for event in events if isinstance(event, AudioDelta)]

@@ -36,6 +36,7 @@ CHAT = ChatRequest(
     sampling=SamplingParams(max_tokens=110, seed=4, temperature=1.0, ignore_eos=True),
     speech=SpeechParams(voice="DB30", max_steps=2),
 )
+CALL = SegmentCall(text="", index=0, params=SpeechParams(), seed=1)
 
 
 @dataclass
@@ -135,7 +136,7 @@ def test_at_most_two_segments_are_generated_at_a_time() -> None:
             await is_released.wait()
             yield AudioDelta(samples=np.full(call.index + 1, call.index, np.float32))
 
-        segments = _Segments(speak, SpeechParams(), seed=1)
+        segments = _Segments(speak, CALL)
         for index in range(5):
             segments.add(str(index))
         segments.end()
@@ -160,7 +161,7 @@ def test_a_segment_that_is_cancelled_where_it_runs_ends_the_speech() -> None:
             yield AudioDelta(samples=np.zeros(1, np.float32))
             raise asyncio.CancelledError
 
-        segments = _Segments(speak, SpeechParams(), seed=1)
+        segments = _Segments(speak, CALL)
         segments.add("a")
         segments.end()
         with pytest.raises(WorkerError, match="cancelled where it ran"):

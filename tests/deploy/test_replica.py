@@ -483,8 +483,10 @@ class SpeakingService(OmniService):
     def __init__(self) -> None:
         self.spoken: list[tuple[Any, ...]] = []
 
-    async def speak(self, pieces: Any, params: SpeechParams, noise: NoiseSource) -> AsyncGenerator[Event]:  # type: ignore[override]
-        self.spoken.append((pieces, params, noise))
+    async def speak(  # type: ignore[override]
+        self, pieces: Any, params: SpeechParams, noise: NoiseSource, *, is_live: bool, priority: int
+    ) -> AsyncGenerator[Event]:
+        self.spoken.append((pieces, params, noise, is_live, priority))
         yield Done(finish_reason="stop", usage=Usage())
 
     async def speech(self, request: SpeechRequest) -> AsyncGenerator[Event]:  # type: ignore[override]
@@ -504,7 +506,9 @@ def speech_replica() -> replica.SpeechReplica:
 
 def test_a_speech_replica_speaks_a_segment_with_the_noise_of_its_place() -> None:
     made = speech_replica()
-    call = SegmentCall(text="two", index=2, params=SpeechParams(voice="Ann"), seed=7)
+    call = SegmentCall(
+        text="two", index=2, params=SpeechParams(voice="Ann"), seed=7, is_live=True, priority=4
+    )
     request = SpeechRequest(request_id="1", text="whole", speech=SpeechParams())
 
     async def run() -> list[Event]:
@@ -514,7 +518,7 @@ def test_a_speech_replica_speaks_a_segment_with_the_noise_of_its_place() -> None
     assert asyncio.run(run()) == [Done(finish_reason="stop", usage=Usage()), TextDelta(text="whole")]
     noise = ShiftedNoise(PhiloxNoise(7), 2)
     assert cast(SpeakingService, made.service).spoken == [
-        (["two"], SpeechParams(voice="Ann"), noise),
+        (["two"], SpeechParams(voice="Ann"), noise, True, 4),
         (request,),
     ]
 

@@ -374,7 +374,7 @@ def describe_chat(service: OmniService, *, with_media: bool) -> Iterator[tuple[s
 
         yield f"{kind} prompt", outcome(prepare)
 
-    yield "encoder cache", None if chat.encoder_cache is None else chat.encoder_cache._max_bytes
+    yield "encoder cache", None if chat.encoder_cache is None else chat.encoder_cache.max_bytes
     encode, long = chat.processor._encode, "hello " * 50
     with mock.patch.object(encode, "_encode", wraps=encode._encode) as tokenize:
         ids = [list(encode(long)) for _ in range(2)]
@@ -787,8 +787,9 @@ def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: p
     asked = EngineOptions(max_total_tokens=400, max_running=100, max_speech_seqs=100, speech_lead=0)
     seen = describe(manifest(), asked, monkeypatch, with_media=False)
     assert seen["pages"] == (101, PAGE)
-    for name in ("running", "slots", "segments that join at once"):
+    for name in ("running", "segments that join at once"):
         assert seen[name] == usual[name], name
+    assert (seen["slots"], usual["slots"]) == (9, 17), "a batch; by default two, for speech is paced"
     info: Any = seen["info"]
     assert info.max_total_tokens == 400
     few = describe(manifest(), EngineOptions(max_running=1, max_speech_seqs=1), monkeypatch, with_media=False)

@@ -676,6 +676,15 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
             encoder_cache_bytes=80,
             listeners={"late": 4},
             num_underruns=9,
+            limits={
+                "preprocessing": (0, 2),
+                "chats": (0, 8),
+                "chat_queue": (2, 64),
+                "kv_pages": (total - 100, total),
+                "encoder_cache_bytes": (80, 10000),
+                "speech_streams": (0, 128),
+                "speech_slots": (0, 16),
+            },
             memory=service._memory,
         )
     finally:
@@ -683,7 +692,9 @@ def test_the_load_has_the_figures_of_all_parts(monkeypatch: pytest.MonkeyPatch) 
         asyncio.run(service.close(shutdown_timeout_s=0))
     without = make_service(has_thinker=False)
     assert without.load == ServiceLoad(
-        num_waiting={"talker": 0}, listeners=dict.fromkeys(("starting", "playing", "late", "paused"), 0)
+        num_waiting={"talker": 0},
+        listeners=dict.fromkeys(("starting", "playing", "late", "paused"), 0),
+        limits={"preprocessing": (0, 2), "speech_streams": (0, 64), "speech_slots": (0, 8)},
     )
     asyncio.run(without.close(shutdown_timeout_s=0))
 

@@ -34,6 +34,20 @@ def launched(loop: TalkerLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+def costing(loop: TalkerLoop, clock: Clock, row_s: float, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Make each row of a batch take `row_s` of the clock. Returns the streams of every patch, as they are launched."""
+    worker, batches = loop.worker, list[list[int]]()
+    launch = worker.launch
+
+    def run(slots: Sequence[int]) -> None:
+        batches.append([loop.scheduler.slots.owner(slot) for slot in slots])
+        launch(slots)
+        clock.now += row_s * worker.batch_size(len(slots))
+
+    monkeypatch.setattr(worker, "launch", run)
+    return batches
+
+
 def pieces_of(seed: int, count: int = 3) -> list[SpeechSegment]:
     return [
         segment(
@@ -272,3 +286,104 @@ def test_the_service_starts_the_clock_of_live_speech(lead: int) -> None:
             waves.append(audio_of(run(service, collect(ask(is_live)))))  # type: ignore[arg-type]
         assert len(waves[0]) > 8 * PATCH_SAMPLES
         np.testing.assert_allclose(waves[0], waves[1], rtol=0, atol=1e-6)
+
+
+JOBS, LISTENERS = 16, 6
+
+
+def long_pieces(seed: int, count: int) -> list[SpeechSegment]:
+    return [segment(seed=seed, index=index, patches=12) for index in range(count)]
+
+
+def beside_jobs(
+    row_s: float, monkeypatch: pytest.MonkeyPatch, **pace: int
+) -> tuple[TalkerLoop, list[Listener], list[Listener], list[list[int]], list[float]]:
+    """Listeners that come one after the other while files are made. Returns also all batches since, and the seconds
+    to the first audio of each listener."""
+    clock = Clock()
+    loop = make_talker_loop(make_talker_worker(slots=16), max_jobs=8, speech_lead=3, clock=clock)
+    batches = costing(loop, clock, row_s, monkeypatch)
+    jobs = [Listener(loop, *long_pieces(seed, 40), is_live=False) for seed in range(JOBS)]
+    for _ in range(10):
+        run_step(loop)
+    batches.clear()
+    listeners, waited = list[Listener](), list[float]()
+    for seed in range(LISTENERS):
+        came_at = clock.now
+        listener = Listener(loop, *long_pieces(100 + seed, 4), **pace)
+        while not listener.take():
+            run_step(loop)
+            for other in listeners:
+                other.take()
+        listeners.append(listener)
+        waited.append(clock.now - came_at)
+    while not all(len(each.items) == 48 for each in listeners):
+        if not run_step(loop):
+            clock.now = max(clock.now, loop.due_at)
+        for listener in listeners:
+            listener.take()
+    return loop, listeners, jobs, batches, waited
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_listeners_are_in_time_beside_any_number_of_files_which_go_on(
+    load: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six listeners alone would keep the device busy for `load` of the time (a batch has 1, 2, 4 or 8 rows)."""
+    row_s = load * PATCH_S / 8
+    loop, _, jobs, batches, waited = beside_jobs(row_s, monkeypatch)
+    assert loop.num_underruns == 0
+    # At most the patch that runs when the listener comes, and its own beside those of the listeners that are urgent.
+    assert max(waited) <= 16 * row_s
+    rows = [stream for batch in batches for stream in batch]
+    progress = [rows.count(job.stream) for job in jobs]
+    assert sum(progress) >= (1 - load) * len(batches)
+    assert len([count for count in progress if count]) >= 8, "all that have a slot"
+    run_until_idle(loop)
+    assert [len(job.items) for job in jobs] == [480] * JOBS
+
+
+def test_batches_are_full_while_no_listener_would_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, _, _, batches, _ = beside_jobs(0.01 * PATCH_S, monkeypatch)
+    assert loop.num_underruns == 0
+    full = sum(len(batch) == 8 for batch in batches)
+    assert full >= 0.9 * len(batches)
+
+
+def test_a_talker_too_slow_for_its_listeners_still_makes_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingc.runtime.talker.pacing._PATIENCE_S", 20 * PATCH_S)
+    loop, _, jobs, batches, _ = beside_jobs(0.3 * PATCH_S, monkeypatch)
+    assert loop.num_underruns > 0
+    rows = [stream for batch in batches for stream in batch]
+    assert sum(rows.count(job.stream) > 1 for job in jobs) >= 8
+
+
+def test_a_request_chooses_its_own_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, clock=clock)
+    listeners = [
+        Listener(loop, segment(seed=1, patches=30), **pace) for pace in ({}, {"lead": 5}, {"lead": 0})
+    ]
+    run_until_idle(loop)
+    for listener in listeners:
+        listener.take()
+    run_until_idle(loop)
+    assert [len(each.items) for each in listeners] == [3, 5, 30]
+
+
+def test_a_lower_priority_goes_first_also_before_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    loop = make_talker_loop(make_talker_worker(slots=1), speech_lead=3, clock=clock)
+    first = Listener(loop, segment(seed=0, patches=3), is_live=False)
+    run_step(loop)
+    ended: list[int] = []
+    others = [
+        Listener(loop, segment(seed=seed, patches=2), is_live=is_live, priority=priority)
+        for seed, (priority, is_live) in enumerate([(1, True), (0, False), (0, True), (-1, False)])
+    ]
+    while len(ended) < len(others):
+        run_step(loop)
+        for number, each in enumerate(others):
+            if each.take() == 2 and number not in ended:
+                ended.append(number)
+    assert ended == [3, 2, 1, 0] and len(first.items) == 3

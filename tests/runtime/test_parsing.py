@@ -726,7 +726,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "mm_processor_kwargs": ([{}], {"fps": 1}),
     "return_token_ids": ([False], True),
     "return_tokens_as_token_ids": ([False], True),
-    "priority": ([0], 1),
 }
 
 
@@ -765,7 +764,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
         "video_fps",
-        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels",
+        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 
@@ -782,6 +781,19 @@ def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
     for value in ("a", 0, False, [], {}):
         with pytest.raises(RequestError, match=f"'{name}' is not supported: the talker has no such input"):
             speech(**{name: value})
+
+
+def test_order_and_pace_of_a_request() -> None:
+    assert (chat().priority, speech().priority, speech().speech.speech_lead) == (0, 0, None)
+    for value in (-5, 0, 7.0, (1 << 31) - 1):
+        assert chat(priority=value).priority == speech(priority=value).priority == value
+    for lead in (0, 3, 10**6):
+        found = chat(**spoken(speech_lead=lead)).speech
+        assert found is not None and found.speech_lead == speech(speech_lead=lead).speech.speech_lead == lead
+    for wrong in ({"priority": 1.5}, {"priority": "high"}, {"priority": 1 << 31}, {"speech_lead": -1}):
+        with pytest.raises(RequestError) as caught:
+            speech(**wrong)
+        assert caught.value.param == next(iter(wrong))
 
 
 @pytest.mark.parametrize("name", ["max_steps", "max_new_tokens"])

@@ -118,6 +118,30 @@ def test_patches_count_from_put_to_get() -> None:
     asyncio.run(main())
 
 
+def test_when_all_clients_leave_too_much_unread_each_may_leave_a_second() -> None:
+    """Then the talker pauses those that do not read, and memory is given back when they leave."""
+
+    async def main() -> None:
+        queue = EventQueue(asyncio.get_running_loop(), max_unread_bytes=4000)
+        stalled, reading = RequestStream(queue), RequestStream(queue)
+        patch = AudioDelta(samples=np.zeros(100, np.float32))
+        for _ in range(9):
+            stalled.put(patch)
+        reading.put(patch)
+        await asyncio.sleep(0)
+        assert queue.unread_bytes == 4000
+        assert stalled.is_behind(128) and not reading.is_behind(128)
+        await stalled.get()
+        assert queue.unread_bytes == 3600
+        assert not stalled.is_behind(128) and stalled.is_behind(8)
+        stalled.close()
+        stalled.put(patch)
+        await reading.get()
+        assert queue.unread_bytes == 0
+
+    asyncio.run(main())
+
+
 class PutWhenEmpty(deque[Any]):
     """Items, of which another thread adds one at the moment at which the event loop finds that there are none left."""
 

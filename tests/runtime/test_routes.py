@@ -232,8 +232,11 @@ def test_a_response_that_has_ended_is_not_cancelled_by_the_disconnect_behind_it(
     state = make_state()
     ends: list[str] = []
 
+    async def answer() -> AsyncIterator[bytes]:
+        yield b"{}"
+
     async def handler(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
-        await response.send_whole("application/json", b"{}")
+        await response.send_stream("application/json", answer())
         for _ in range(10):
             await asyncio.sleep(0)
         ends.append("done")
@@ -368,8 +371,9 @@ def test_all_of_a_chat_reaches_the_service() -> None:
     fields = {
         "modalities": ["text", "audio"],
         "audio": {"voice": "Lina", "format": "pcm16", "instructions": "slowly", "seed": 9, "max_steps": 4,
-                  "guidance": 1.5, "sigma": 0.25, "temperature": 0.5},
-        "stream": True, "max_tokens": 90, "min_tokens": 2, "temperature": 0.75, "top_p": 0.5, "top_k": 7,
+                  "guidance": 1.5, "sigma": 0.25, "temperature": 0.5, "speech_lead": 6},
+        "stream": True, "priority": -2,
+        "max_tokens": 90, "min_tokens": 2, "temperature": 0.75, "top_p": 0.5, "top_k": 7,
         "min_p": 0.125, "repetition_penalty": 1.25, "stop": ["a", "b"], "stop_token_ids": [3, 5], "ignore_eos": True,
         "seed": 11, "video_fps": 1.5, "video_max_frames": 7, "video_min_pixels": 100_000,
         "video_max_pixels": 200_000, "video_total_pixels": 3_000_000, "thinking": True,
@@ -384,13 +388,15 @@ def test_all_of_a_chat_reaches_the_service() -> None:
             stop=("a", "b"), stop_token_ids=(3, 5), ignore_eos=True, seed=11,
         ),
         speech=SpeechParams(
-            voice="Lina", instructions="slowly", seed=9, max_steps=4, guidance=1.5, sigma=0.25, temperature=0.5
+            voice="Lina", instructions="slowly", seed=9, max_steps=4, guidance=1.5, sigma=0.25, temperature=0.5,
+            speech_lead=6,
         ),
         video=VideoParams(
             fps=1.5, max_frames=7, min_pixels=100_000, max_pixels=200_000, total_pixels=3_000_000
         ),
         thinking=True,
         is_live=True,
+        priority=-2,
     )  # fmt: skip
     assert request.request_id.startswith("chatcmpl-")
 
@@ -408,13 +414,14 @@ def test_all_of_a_speech_request_reaches_the_service() -> None:
     body = {
         "input": "hello", "voice": {"id": "Lina"}, "instructions": "slowly", "seed": -1, "max_new_tokens": 4,
         "guidance": 1.5, "sigma": 0.25, "temperature": 0.5, "response_format": "pcm", "stream_format": "sse",
+        "priority": 7, "speech_lead": 0,
     }  # fmt: skip
     for given, speech, is_live in (
         (
             body,
             SpeechParams(
                 voice="Lina", instructions="slowly", seed=2**64 - 1, max_steps=4, guidance=1.5, sigma=0.25,
-                temperature=0.5,
+                temperature=0.5, speech_lead=0,
             ),
             True,
         ),
@@ -425,7 +432,11 @@ def test_all_of_a_speech_request_reaches_the_service() -> None:
         assert call(state, client, handle_speech, "/v1/audio/speech") is None
         request = service_of(state).speeches[-1]
         assert request == SpeechRequest(
-            request_id=request.request_id, text="hello", speech=speech, is_live=is_live
+            request_id=request.request_id,
+            text="hello",
+            speech=speech,
+            is_live=is_live,
+            priority=given.get("priority", 0),
         )
         assert request.request_id.startswith("speech-")
     assert len({each.request_id for each in service_of(state).speeches}) == 3

@@ -10,9 +10,11 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,26 @@ def test_speech_is_live_where_its_sound_leaves_the_server_while_it_is_made(clien
             assert client.service.chats[-1].is_live == (is_playable and is_streamed)
     client.chat(stream=True)
     assert not client.service.chats[-1].is_live
+
+
+def test_whole_speech_beyond_the_budget_is_refused_until_another_answer_has_ended() -> None:
+    for client in start(ServeOptions(port=0, shutdown_timeout_s=0.2, max_total_answer_bytes=1 << 20)):
+        used = 'mingc_limit_used{limit="answer_bytes"}'
+        host, port = client.url.removeprefix("http://").split(":")
+        with contextlib.closing(HTTPConnection(host, int(port))) as other:
+            # 100 letters are about 8 s, 0.7 MB.
+            other.request("POST", SPEECH, json.dumps({"input": "wait " * 20}), JSON_TYPE)
+            while client.metric(used) == 0:
+                time.sleep(0.01)
+            for audio_format in ("wav", "flac"):
+                refused = client.speak("a" * 100, response_format=audio_format)
+                assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+                assert refused.json()["error"]["code"] == "answer_budget_exhausted"
+            assert client.speak("a" * 100, stream=True).status_code == 200, "sent as it is generated"
+            assert len(client.service.speeches) == 2, "what is refused has not begun"
+        while client.metric(used) > 0:
+            time.sleep(0.01)
+        assert client.speak("a" * 100).status_code == 200
 
 
 Post = Callable[[Client], httpx.Response]

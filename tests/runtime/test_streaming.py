@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+import os
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import av
@@ -16,20 +19,23 @@ import soundfile
 from numpy.typing import NDArray
 from starlette.types import Message
 
-from mingc.errors import WorkerError
-from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, TextDone, Usage
+from mingc.errors import CapacityError, WorkerError
+from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, TextDone, Usage
 from mingc.server.audio_format import AudioFormat, AudioSpec
+from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
     JSON,
     SSE,
     ResponseWriter,
+    Whole,
     chat_chunks,
     chat_completion,
     speech_clip,
     speech_events,
     speech_parts,
 )
+from mingc.server.metrics import Metrics
 
 RATE = 24000
 LENGTHS = (5000, 4000, 3001)  # neither a patch nor the whole is a multiple of FLAC's block of 4,096
@@ -96,16 +102,36 @@ class Client:
         return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def write(
-    response: ResponseWriter, body: AsyncIterator[bytes] | Coroutine[Any, Any, bytes], content_type: str
-) -> None:
+Body = AsyncIterator[bytes] | Coroutine[Any, Any, Whole]
+
+
+_KEPT: list[KeptClip] = []
+
+
+def keep(audio: AudioSpec) -> KeptClip:
+    _KEPT.append(KeptClip(audio, lambda num_bytes: None))
+    return _KEPT[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed_clips() -> Iterator[None]:
+    yield
+    while _KEPT:
+        _KEPT.pop().close()
+
+
+def stream(audio: AudioSpec) -> LiveClip | KeptClip:
+    return LiveClip(audio) if audio.is_playable_in_parts else keep(audio)
+
+
+async def write(response: ResponseWriter, body: Body, content_type: str) -> None:
     if isinstance(body, AsyncIterator):
         await response.send_stream(content_type, body)
     else:
-        await response.send_whole(content_type, await body)
+        await response.send_whole(content_type, *await body)
 
 
-def respond(body: AsyncIterator[bytes] | Coroutine[Any, Any, bytes], content_type: str) -> Client:
+def respond(body: Body, content_type: str) -> Client:
     """The response with a body in parts or whole."""
     client = Client()
 
@@ -140,7 +166,7 @@ def assert_complete(data: bytes, audio: AudioSpec) -> None:
 
 
 def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_chunks(events(), BUILDER, audio), SSE)
+    client = respond(chat_chunks(events(), BUILDER, stream(audio)), SSE)
     assert client.body.endswith(b"data: [DONE]\n\n")
     *chunks, finish, usage = client.objects
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
@@ -164,7 +190,7 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
         yield Done(finish_reason="stop", usage=usage, has_nothing_to_speak=True)
 
     audio = AudioSpec(format="pcm16", sample_rate=RATE)
-    client = respond(chat_chunks(silent(), BUILDER, audio), SSE)
+    client = respond(chat_chunks(silent(), BUILDER, stream(audio)), SSE)
     deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
     (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
@@ -175,7 +201,7 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_completion(events(), BUILDER, audio), JSON)
+    client = respond(chat_completion(events(), BUILDER, keep(audio)), JSON)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert json.loads(client.body)["usage"] == USAGE
     message = json.loads(client.body)["choices"][0]["message"]
@@ -184,7 +210,7 @@ def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None
 
 
 def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
-    client = respond(speech_parts(events(), audio), audio.content_type)
+    client = respond(speech_parts(events(), stream(audio)), audio.content_type)
     assert client.headers[b"content-type"] == audio.content_type.encode()
     if audio.format != "flac":  # which is complete only at the end
         assert len(client.chunks) == len(LENGTHS) + 1, "every patch is sent at once, then the end"
@@ -192,7 +218,7 @@ def test_streamed_speech_has_all_samples(audio: AudioSpec) -> None:
 
 
 def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
-    client = respond(speech_clip(events(), audio), audio.content_type)
+    client = respond(speech_clip(events(), keep(audio)), audio.content_type)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert_complete(client.body, audio)
     if audio.format != "pcm16":
@@ -200,7 +226,7 @@ def test_whole_speech_has_all_samples_and_its_length(audio: AudioSpec) -> None:
 
 
 def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
-    client = respond(speech_events(events(), audio), SSE)
+    client = respond(speech_events(events(), stream(audio)), SSE)
     *deltas, done = client.objects
     tokens = {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10}
     assert done == {"type": "speech.audio.done", "usage": {**tokens, "audio_seconds": 0.5}}
@@ -213,17 +239,17 @@ def test_speech_events_have_all_samples_and_the_usage(audio: AudioSpec) -> None:
 def test_headers_keep_proxies_from_buffering_a_stream(parts: Callable[..., AsyncIterator[bytes]]) -> None:
     """nginx collects a response unless `X-Accel-Buffering` is `no`; caches may hold one back as well."""
     spec = AudioSpec(format="wav", sample_rate=RATE)
-    client = respond(parts(events(), spec), spec.content_type)
+    client = respond(parts(events(), stream(spec)), spec.content_type)
     assert client.headers[b"x-accel-buffering"] == b"no" and client.headers[b"cache-control"] == b"no-cache"
     assert b"content-length" not in client.headers
 
 
-BODIES: dict[str, Callable[[AudioSpec], AsyncIterator[bytes] | Coroutine[Any, Any, bytes]]] = {
-    "chat": lambda audio: chat_completion(events(is_complete=False), BUILDER, audio),
-    "chat stream": lambda audio: chat_chunks(events(is_complete=False), BUILDER, audio),
-    "speech": lambda audio: speech_clip(events(is_complete=False), audio),
-    "speech stream": lambda audio: speech_parts(events(is_complete=False), audio),
-    "speech events": lambda audio: speech_events(events(is_complete=False), audio),
+BODIES: dict[str, Callable[[AudioSpec], Body]] = {
+    "chat": lambda audio: chat_completion(events(is_complete=False), BUILDER, keep(audio)),
+    "chat stream": lambda audio: chat_chunks(events(is_complete=False), BUILDER, stream(audio)),
+    "speech": lambda audio: speech_clip(events(is_complete=False), keep(audio)),
+    "speech stream": lambda audio: speech_parts(events(is_complete=False), stream(audio)),
+    "speech events": lambda audio: speech_events(events(is_complete=False), stream(audio)),
 }
 
 
@@ -241,5 +267,85 @@ def test_a_stream_without_any_audio_is_complete() -> None:
         yield DONE
 
     spec = AudioSpec(format="pcm16", sample_rate=RATE)
-    client = respond(speech_parts(silent(), spec), spec.content_type)
+    client = respond(speech_parts(silent(), stream(spec)), spec.content_type)
     assert client.body == b"" and client.headers[b"content-type"] == spec.content_type.encode()
+
+
+# Memory of answers
+
+
+def test_a_kept_clip_is_on_disk_and_has_every_sample(audio: AudioSpec) -> None:
+    """Half an hour of sound takes less than a megabyte of memory."""
+    generator = np.random.default_rng(2)
+    patch = generator.uniform(-0.9, 0.9, RATE).astype(np.float32)
+
+    async def run() -> tuple[int, int, int]:
+        clip = keep(audio)
+        tracemalloc.start()
+        try:
+            for _ in range(300):
+                assert await clip.add(patch) == b""
+            num_bytes = await clip.finish()
+            read = 0
+            async for part in clip.rest():
+                read += len(part)
+            return num_bytes, read, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+            clip.close()
+
+    num_bytes, read, peak = asyncio.run(run())
+    assert num_bytes == read > (1 << 20)
+    if audio.format != "flac":
+        assert num_bytes == 300 * RATE * 2 + (44 if audio.format == "wav" else 0)
+    assert peak < 3 << 20
+
+
+def limit_of(metrics: Metrics, name: str) -> tuple[float, float]:
+    """How much of a limit is in use, and the limit."""
+    found = {
+        each.name: each.value for each in metrics.samples(ServiceLoad()) if ("limit", name) in each.labels
+    }
+    return found["mingc_limit_used"], found["mingc_limit_max"]
+
+
+def test_answers_beyond_the_budget_are_refused_before_they_begin_or_end_and_give_all_back() -> None:
+    metrics = Metrics()
+    budget = AnswerBudget(10 << 20, metrics)
+    spec = AudioSpec(format="wav", sample_rate=RATE)
+    second = np.zeros(RATE, np.float32)
+
+    async def run() -> None:
+        # 1,000 letters take about 80 s, which are 3.84 MB.
+        with budget.keep(spec, "a" * 1000), budget.keep(spec, "a" * 1000) as clip:
+            assert limit_of(metrics, "answer_bytes")[0] == pytest.approx(2 * 80 * RATE * 2, rel=0.1)
+            with pytest.raises(CapacityError) as caught, budget.keep(spec, "a" * 1000):
+                pass
+            assert caught.value.code == "answer_budget_exhausted" and caught.value.status == 503
+            for _ in range(120):  # slower than expected, while there is room
+                await clip.add(second)
+            with pytest.raises(CapacityError):
+                for _ in range(120):
+                    await clip.add(second)
+        assert limit_of(metrics, "answer_bytes") == (0, 10 << 20)
+        with budget.keep(spec, "a" * 1_000_000) as clip:  # alone it may be shorter than expected
+            await clip.add(second)
+
+    asyncio.run(run())
+
+
+def test_a_full_disk_is_an_error_of_the_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def run() -> None:
+        clip = keep(AudioSpec(format="wav", sample_rate=RATE))
+        monkeypatch.setattr("tempfile.TemporaryFile", full)
+        for _ in range(30):
+            await clip.add(np.zeros(RATE, np.float32))
+
+    with pytest.raises(CapacityError, match="no space"):
+        asyncio.run(run())
+    assert os.strerror(errno.ENOSPC) in caplog.text

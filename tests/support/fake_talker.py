@@ -246,6 +246,7 @@ def make_talker_loop(
     *,
     name: str = "talker",
     max_streams: int = 64,
+    max_jobs: int | None = None,
     speech_lead: int = 0,
     slow_client_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
@@ -256,6 +257,7 @@ def make_talker_loop(
         max_batch=worker.max_batch,
         max_prefills_per_patch=4,
         max_streams=max_streams,
+        max_jobs=max_jobs,
     )
     return TalkerLoop(
         worker,

@@ -25,11 +25,16 @@ class Listener(Collector):
     """A client of live speech, whose playback starts with the first patch unless it `is_stuck`."""
 
     def __init__(
-        self, loop: TalkerLoop, *pieces: SpeechSegment, is_live: bool = True, is_stuck: bool = False
+        self,
+        loop: TalkerLoop,
+        *pieces: SpeechSegment,
+        is_live: bool = True,
+        is_stuck: bool = False,
+        **pace: int,
     ) -> None:
         super().__init__()
         self._loop = loop
-        self.stream = loop.open(self.put, lambda: False, is_live=is_live, recorder=self.recorder)
+        self.stream = loop.open(self.put, lambda: False, is_live=is_live, recorder=self.recorder, **pace)
         self.is_stuck = is_stuck
         for piece in pieces:
             loop.add(self.stream, piece)

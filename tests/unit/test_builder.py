@@ -70,7 +70,7 @@ def test_an_empty_name_is_refused(name: str) -> None:
         ({"max_total_tokens": 10**30}, "--max-total-tokens 10+: must be from 1 to 1099511627776"),
         ({"speech_lead": 10**400}, "--speech-lead 10+: must be from 0 to 1000000"),
         ({"num_torch_threads": 10**11}, "--threads 10+: must be from 1 to 1024"),
-        ({"step_timeout_s": 1e300}, r"--step-timeout 1e\+300s: must be above 0s and at most 100000h"),
+        ({"step_timeout_s": 1e300}, r"--step-timeout 1e\+300s: must be above 0s and at most 1000h"),
     ],
 )
 def test_what_no_machine_has_is_refused(options: dict[str, Any], says: str) -> None:
@@ -309,9 +309,9 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
     assert slots == [9, 4, 9], "one more than the segments spoken at once: slot 0 pads"
     assert {path.name for path in read} == {"speaker.json"}
     slots.clear()
-    for requested in (None, 3, 100, 10**6):
+    for requested in (None, 3, 100, 10**4):
         load_speech(artifact, EngineOptions(max_speech_seqs=requested))
-    assert slots == [9, 4, 101, 4096], "paced speech may take more slots than a batch has rows"
+    assert slots == [17, 4, 101, 4096], "paced speech may take more slots than a batch has rows"
 
 
 def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:

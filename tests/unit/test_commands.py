@@ -511,7 +511,7 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
     monkeypatch.setattr(lifecycle, "serve", serve)
     words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
     assert run("serve", "x", "--port", "0", *words) == code
-    assert levels == [("warning", "json")]
+    assert levels == [("info", "json"), ("warning", "json")], "errors of the command line are JSON, too"
     out, _ = capsys.readouterr()
     document = json.loads(out) if as_json else {"url": out.strip(), "model": "tiny", "startup_s": {}}
     assert document.keys() == {"url", "model", "startup_s"} and document["model"] == "tiny"

@@ -339,7 +339,14 @@ class FakeTalker:
         self.playing: list[int] = []
 
     def open(
-        self, emit: Callable[[Item], None], is_behind: Callable[[], bool], *, is_live: bool, recorder: None
+        self,
+        emit: Callable[[Item], None],
+        is_behind: Callable[[], bool],
+        *,
+        is_live: bool,
+        lead: int | None,
+        priority: int,
+        recorder: None,
     ) -> int:
         self.emit, self.is_behind, self.is_live = emit, is_behind, is_live
         return 7
@@ -368,7 +375,9 @@ def speech_stream(
     texts: Sequence[str], *, max_pending_patches: int = 3
 ) -> tuple[SpeechStream, RequestStream, FakeTalker]:
     """A speech stream with these segments. Items that its talker emits are in the request's stream at once."""
-    event_queue = SimpleNamespace(put=lambda stream, item: stream.accept(item))
+    event_queue = SimpleNamespace(
+        put=lambda stream, item: stream.accept(item), unread_bytes=0, max_unread_bytes=1000
+    )
     items = RequestStream(cast(EventQueue, event_queue))
     talker = FakeTalker()
     stream = SpeechStream(

@@ -21,7 +21,7 @@ class EncoderCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_bytes = self.num_hits = self.num_misses = 0
@@ -47,11 +47,11 @@ class EncoderCache:
         size = embeddings.untyped_storage().nbytes()
         with self._lock:
             self._drop(key)
-            if size > self._max_bytes:
+            if size > self.max_bytes:
                 return
             self._entries[key] = embeddings
             self.num_bytes += size
-            while self.num_bytes > self._max_bytes:
+            while self.num_bytes > self.max_bytes:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:

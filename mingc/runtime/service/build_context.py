@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -82,6 +83,6 @@ class BuildContext:
 
     def load(self, stage: str, device: torch.device) -> LoadedStage:
         """Load `stage` on `device` and count its weights."""
-        loaded = load_stage(self.artifact, stage, device, phase=self.clock.phase)
+        loaded = load_stage(self.artifact, stage, device, phase=partial(self.clock.phase, stage=stage))
         self.memory.add(device, f"{stage}_weights", loaded.weight_bytes)
         return loaded

@@ -150,6 +150,7 @@ def _info(
     return ServiceInfo(
         model=names[0],
         aliases=names[1:],
+        artifact=manifest.hash,
         sample_rate=speech.vae.sample_rate if speech is not None else 0,
         voices=tuple(voice.name for voice in manifest.voices) if speech is not None else (),
         default_voice=speech.talker.default_voice if speech is not None else None,

@@ -98,7 +98,7 @@ def _load_vision(
     if stages.vision is None or stages.vision_parameters is None:
         return None
     loaded = context.load(stages.vision, device)
-    with context.clock.phase(_PREPARE_ENCODERS):
+    with context.clock.phase(_PREPARE_ENCODERS, stages.vision):
         encoder = VisionEncoder(loaded, stages.vision_parameters, device)
     return EncoderLoop(stages.vision, encoder, cache)
 
@@ -109,7 +109,7 @@ def _load_audio(
     if stages.audio is None or stages.audio_parameters is None:
         return None
     loaded = context.load(stages.audio, device)
-    with context.clock.phase(_PREPARE_ENCODERS):
+    with context.clock.phase(_PREPARE_ENCODERS, stages.audio):
         encoder = AudioEncoder(loaded, stages.audio_parameters, device)
     return EncoderLoop(stages.audio, encoder, cache)
 
@@ -133,7 +133,7 @@ def _start_thinker(
         return 1 + -(-tokens // page_size)
 
     def start(stage: LoadedStage, num_pages: int) -> ThinkerWorker:
-        with context.clock.phase("prepare steps (CUDA: capture)"):
+        with context.clock.phase("prepare steps (CUDA: capture)", stages.decoder):
             return create_worker(
                 stage, context.manifest, num_pages=num_pages, device=devices[0], options=options.steps
             )

@@ -81,6 +81,7 @@ class OmniService:
         self._speech = speech
         self._ranks = ranks
         self._max_pending_patches = max_pending_patches
+        self._num_threads, self._num_offloaded = num_threads, 0
         self._memory = memory
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="mingc-preprocess")
         self._loops = [
@@ -122,11 +123,20 @@ class OmniService:
         waiting: dict[str, int] = {}
         used = total = 0
         caches: dict[str, int] = {}
+        limits = {"preprocessing": (self._num_offloaded, self._num_threads)}
+        if self._event_queue is not None:
+            queue = self._event_queue
+            limits["unread_speech_bytes"] = (queue.unread_bytes, queue.max_unread_bytes)
         if self._chat is not None:
             scheduler = self._chat.loop.scheduler
             total = scheduler.pool.num_pages - 1
             used = total - scheduler.pool.num_free
             waiting["thinker"] = scheduler.num_waiting
+            limits |= {
+                "chats": (scheduler.num_running, scheduler.max_running),
+                "chat_queue": (scheduler.num_waiting, scheduler.max_waiting),
+                "kv_pages": (used, total),
+            }
             caches = {
                 "prefilled_tokens": scheduler.num_prefilled,
                 "reused_tokens": scheduler.num_reused,
@@ -136,6 +146,7 @@ class OmniService:
             }
             if self._chat.encoder_cache is not None:
                 embeddings = self._chat.encoder_cache
+                limits["encoder_cache_bytes"] = (embeddings.num_bytes, embeddings.max_bytes)
                 caches |= {
                     "encoder_hits": embeddings.num_hits,
                     "encoder_misses": embeddings.num_misses,
@@ -147,12 +158,14 @@ class OmniService:
             talkers = self._speech.talkers
             waiting["talker"] = talkers.num_waiting
             listeners, num_underruns = talkers.listeners, talkers.num_underruns
+            limits |= talkers.limits
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
             num_waiting=waiting,
             listeners=listeners,
             num_underruns=num_underruns,
+            limits=limits,
             memory=self._memory,
             **caches,
         )
@@ -195,6 +208,7 @@ class OmniService:
             request.sampling,
             request.speech,
             is_live=request.is_live,
+            priority=request.priority,
         )
 
     def prepare(
@@ -217,13 +231,14 @@ class OmniService:
         recorder: Recorder | None = None,
         is_live: bool = False,
         speech_text: SpeechText | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
         Args:
             noise: noise of the speech; None: derived from its seed.
             recorder: gets the logits of all tokens and the values of all patches.
-            is_live: see `ChatRequest`.
+            is_live, priority: see `ChatRequest`.
             speech_text: the rules by which the answer is read; None: the service's.
         """
         timings = Timings()
@@ -238,7 +253,14 @@ class OmniService:
                 if speech is not None and speech_params is not None:
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
-                        speech, speech_params, stream, seed, noise, is_live=is_live, recorder=recorder
+                        speech,
+                        speech_params,
+                        stream,
+                        seed,
+                        noise,
+                        is_live=is_live,
+                        priority=priority,
+                        recorder=recorder,
                     )
                     spoken_text = SpokenText(
                         speech.max_segment_length,
@@ -290,7 +312,14 @@ class OmniService:
         """Events of the speech of one text. See `Service`, and `answer` for the other arguments."""
         speech = self._speech_pipeline()
         pieces = spoken_pieces(request.text, speech.max_segment_length, speech_text or speech.speech_text)
-        return self.speak(pieces, request.speech, noise, is_live=request.is_live, recorder=recorder)
+        return self.speak(
+            pieces,
+            request.speech,
+            noise,
+            is_live=request.is_live,
+            priority=request.priority,
+            recorder=recorder,
+        )
 
     async def speak(
         self,
@@ -299,6 +328,7 @@ class OmniService:
         noise: NoiseSource | None = None,
         *,
         is_live: bool = False,
+        priority: int = 0,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
         """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
@@ -306,7 +336,14 @@ class OmniService:
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
             speech_stream = self._open_speech_stream(
-                speech, params, stream, params.seed, noise, is_live=is_live, recorder=recorder
+                speech,
+                params,
+                stream,
+                params.seed,
+                noise,
+                is_live=is_live,
+                priority=priority,
+                recorder=recorder,
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
@@ -392,6 +429,7 @@ class OmniService:
         noise: NoiseSource | None,
         *,
         is_live: bool,
+        priority: int = 0,
         recorder: Recorder | None,
     ) -> SpeechStream:
         pipeline.planner.check(params)
@@ -403,6 +441,7 @@ class OmniService:
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
             max_pending_patches=self._max_pending_patches,
             is_live=is_live,
+            priority=priority,
             recorder=recorder,
         )
 
@@ -426,4 +465,8 @@ class OmniService:
 
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        self._num_offloaded += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._num_offloaded -= 1

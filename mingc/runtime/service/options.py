@@ -45,9 +45,11 @@ class EngineOptions:
         help="Time that a thinker step may take before its ranks count as lost, which ends the server.",
     )  # fmt: skip
     max_speech_seqs: int | None = option(
-        None, "--max-speech-seqs", least=1, most=10_000, group="Speech", shown_default="the talker's largest batch",
+        None, "--max-speech-seqs", least=1, most=10_000, group="Speech",
+        shown_default="twice the talker's largest batch",
         help="Speech segments that each talker generates at the same time. With --speech-lead it may exceed a batch, "
-        "because each stream takes part in only a few patches.",
+        "because each stream takes part in only a few patches. At most a batch, and three quarters, are of speech that "
+        "is not streamed.",
     )  # fmt: skip
     talker_devices: tuple[str, ...] = option(
         (), "--talker-device", group="Speech", metavar="DEVICE,…", shown_default="the first device of the thinker",
@@ -55,7 +57,8 @@ class EngineOptions:
     )  # fmt: skip
     speech_lead: int = option(
         3, "--speech-lead", least=0, most=10**6, group="Speech",
-        help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit.",
+        help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit. A request may have its "
+        "own `speech_lead`.",
     )  # fmt: skip
     speech_text: str = option(
         "natural", "--speech-text", choices=SPEECH_TEXTS, group="Speech",

@@ -56,6 +56,7 @@ class SpeechStream:
     Args:
         max_pending_patches: the talker pauses this request while so many patches are unread.
         is_live: whether the client plays the speech while it is generated; it is then paced.
+        priority: streams with a lower one come first.
         recorder: gets the values of all patches.
     """
 
@@ -69,6 +70,7 @@ class SpeechStream:
         noise: NoiseSource,
         max_pending_patches: int,
         is_live: bool = False,
+        priority: int = 0,
         recorder: Recorder | None = None,
     ) -> None:
         self._planner = planner
@@ -86,8 +88,10 @@ class SpeechStream:
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
             stream.put,
-            lambda: stream.num_pending_patches >= max_pending_patches,
+            lambda: stream.is_behind(max_pending_patches),
             is_live=is_live,
+            lead=params.speech_lead,
+            priority=priority,
             recorder=recorder,
         )
 
@@ -113,7 +117,7 @@ class SpeechStream:
         self.num_samples += len(patch.samples)
         self.was_capped |= patch.is_capped
         self._num_ended += patch.is_segment_end
-        if self._request_stream.num_pending_patches == self._limit - 1:
+        if self._request_stream.resumes_below(self._limit):
             self._loop.wake()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def build_speech(
     for index, device in enumerate(devices):
         with current_device(device):
             loaded = [context.load(name, device) for name in stages.names]
-            with context.clock.phase("prepare patches and prompts (CUDA: capture)"):
+            with context.clock.phase("prepare patches and prompts (CUDA: capture)", stages.speech_llm):
                 worker = TalkerWorker(
                     *loaded,
                     parameters=stages.talker,
@@ -52,6 +52,8 @@ def build_speech(
             max_batch=worker.max_batch,
             max_prefills_per_patch=options.max_prefills_per_patch,
             max_streams=max(options.max_streams, slots - 1),
+            # Files may fill a batch; a listener that comes then finds a free slot.
+            max_jobs=max(1, min(worker.max_batch, (slots - 1) * 3 // 4)),
         )
         name = f"talker {index} on {device}" if len(devices) > 1 else "talker"
         loops.append(TalkerLoop(worker, scheduler, name=name, speech_lead=options.speech_lead))
@@ -100,9 +102,12 @@ def _check_voice(voice: VoicePack, stages: SpeechStages) -> None:
 
 
 def _num_slots(manifest: Manifest, stages: SpeechStages, options: EngineOptions) -> int:
-    """Slots of each talker, including slot 0 for padding. Paced speech may have more slots than a batch has rows."""
+    """Slots of each talker, including slot 0 for padding. Paced speech may have more slots than a batch has rows.
+
+    By default it has twice as many: files may fill a batch, and listeners need slots beside them.
+    """
     largest = min(largest_bucket(manifest, name, "B") for name in stages.names)
     graphs = [record.spec for name in stages.names for record in manifest.stages[name].graphs.values()]
     states = [dim.maximum for graph in graphs for dim in graph.dims if dim.name == "S"]
     most = max(largest, min(states, default=1) - 1) if options.speech_lead else largest
-    return 1 + min(options.max_speech_seqs or largest, most)
+    return 1 + min(options.max_speech_seqs or 2 * largest, most)

@@ -26,14 +26,22 @@ class StartupClock:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of all phases, in the order in which they began; `other` is the time that no phase covers."""
-        passed = time.perf_counter() - self._started
+        passed = self.total_s
         return {
             name: round(value, 3) for name, value in {**self._seconds, OTHER: passed - self._inner[0]}.items()
         }
 
+    @property
+    def total_s(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started
+
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to `name`, also when the block fails. One thread at a time."""
+    def phase(self, name: str, stage: str = "") -> Iterator[None]:
+        """Add the time inside the block to `name`, also when the block fails. One thread at a time.
+
+        The log names the `stage` that the block prepares.
+        """
         self._seconds.setdefault(name, 0.0)
         started = time.perf_counter()
         self._inner.append(0.0)
@@ -44,4 +52,4 @@ class StartupClock:
             own = passed - self._inner.pop()
             self._inner[-1] += passed
             self._seconds[name] += own
-            log.info("%s: %.2f s", name, own)
+            log.info("%s%s: %.2f s", f"{stage}: " if stage else "", name, own)

@@ -35,6 +35,21 @@ class TalkerGroup:
         return sum(loop.scheduler.num_waiting for loop in self.loops)
 
     @property
+    def limits(self) -> Mapping[str, tuple[int, int]]:
+        """How many streams and slots are in use, and how many there may be."""
+        schedulers = [loop.scheduler for loop in self.loops]
+        return {
+            "speech_streams": (
+                sum(each.num_streams for each in schedulers),
+                sum(each.max_streams for each in schedulers),
+            ),
+            "speech_slots": (
+                sum(each.num_running for each in schedulers),
+                sum(each.slots.num_slots - 1 for each in schedulers),
+            ),
+        }
+
+    @property
     def listeners(self) -> Mapping[str, int]:
         """Number of live streams by state."""
         total: Counter[str] = Counter()

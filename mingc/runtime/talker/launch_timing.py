@@ -27,6 +27,10 @@ class PatchLatencyModel:
         self._seconds[size] = min(took, _GROWTH * self._seconds.get(size, took))
         self._last_end = ended
 
+    def seconds(self, size: int) -> float:
+        """How long a patch of `size` rows takes; 0 if unknown."""
+        return self._seconds.get(size, 0.0)
+
     def remaining_s(self, launched_patches: Sequence[tuple[int, float]], now: float) -> float:
         """Seconds until the last of these patches (size, time of launch; oldest first) ends; 0 if a size is unknown."""
         end = self._last_end

@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.request import AudioDelta, Recorder
 from mingc.runtime.request_stream import FailedItem, Item
-from mingc.runtime.talker.launch_timing import LaunchTimingPolicy
+from mingc.runtime.talker.launch_timing import LaunchTimingPolicy, PatchLatencyModel
 from mingc.runtime.talker.pacing import SpeechPacing
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
@@ -77,6 +78,8 @@ class TalkerLoop(EngineThread):
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch has waited until its lead
+        self._latency = PatchLatencyModel()  # by `clock`
+        self._launched: deque[tuple[int, float]] = deque()  # batch size and time of the patches in flight
 
     @property
     def held(self) -> dict[str, int]:
@@ -112,19 +115,22 @@ class TalkerLoop(EngineThread):
         is_behind: Callable[[], bool],
         *,
         is_live: bool = False,
+        lead: int | None = None,
+        priority: int = 0,
         recorder: Recorder | None = None,
     ) -> int:
         """Open a stream. Returns its id. The talker's thread calls both functions.
 
         `is_behind` returns whether the client has as many unread patches as it may; the stream pauses until it reads.
         `is_live`: the stream is played while it is generated, so it is paced; its owner calls `begin_playback`.
+        `lead`: of this stream instead of `speech_lead`. `priority`: streams with a lower one come first.
         Raises: CapacityError when too many streams are open.
         """
         with self._lock:
             self._check_healthy()
             stream = next(self._ids)
-            self.scheduler.open(stream)
-            self._pacing.open(stream, is_live=is_live)
+            self.scheduler.open(stream, is_job=not is_live)
+            self._pacing.open(stream, is_live=is_live, lead=lead, priority=priority)
             self._streams[stream] = _Stream(emit, is_behind, recorder)
         return stream
 
@@ -188,10 +194,13 @@ class TalkerLoop(EngineThread):
             elif not self.worker.num_in_flight:
                 return bool(admitted)
             if self.worker.num_in_flight == self.worker.depth or not launchable:
-                self._deliver(self.worker.collect())
+                patches = self.worker.collect()
+                self._latency.observe(*self._launched.popleft(), self._clock())
+                self._deliver(patches)
         except Exception as error:
             # The device reports errors late, so any of the patches in flight may have failed.
             affected = {*launchable, *self.worker.drop()}
+            self._launched.clear()
             with self._lock:
                 failed = [each for each in self.scheduler.batch() if slot_of(each) in affected]
             self._fail_step(failed, error)
@@ -207,9 +216,12 @@ class TalkerLoop(EngineThread):
         """Slots of the next patch: of the launchable `streams` that are due, at most a batch."""
         now = self._clock()
         is_crowded = not self.scheduler.has_room and bool(self._admissible())
-        due = self._pacing.due(streams, now, is_crowded=is_crowded)
+        due = self._pacing.due(streams, now, is_crowded=is_crowded, patch_s=self._patch_s)
         self.due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
+
+    def _patch_s(self, rows: int) -> float:
+        return self._latency.seconds(self.worker.batch_size(min(rows, self.scheduler.max_batch)))
 
     def _wait_for_segments(self) -> bool:
         """Delay the next launch for new segments while the device stays busy without it.
@@ -231,23 +243,27 @@ class TalkerLoop(EngineThread):
         return True
 
     def _launch(self, slots: Sequence[int]) -> None:
-        left, before = self.worker.remaining_s(), time.perf_counter()
-        self.worker.launch(slots)
+        left, before, launched_at = self.worker.remaining_s(), time.perf_counter(), self._clock()
+        self.worker.launch(slots)  # on a CPU it runs the patch
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
+        self._launched.append((self.worker.batch_size(len(slots)), launched_at))
         with self._lock:
             self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
 
     def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
         """Emit `patches`, by slot, and end the segments that are finished."""
+        is_finite = [bool(np.isfinite(patch.samples).all()) for patch in patches.values()]
         with self._lock:
+            now = self._clock()
             owners = [self.scheduler.slots.owner(slot) for slot in patches]
-        for stream, patch in zip(owners, patches.values(), strict=True):
-            if not np.isfinite(patch.samples).all():
+            for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
+                if is_good:
+                    self._pacing.deliver(stream, len(patch.samples), now)
+        for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
+            if not is_good:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
-            with self._lock:
-                self._pacing.deliver(stream, len(patch.samples), self._clock())
             self._streams[stream].emit(patch)
             if patch.is_segment_end:
                 self._end_segment(stream)

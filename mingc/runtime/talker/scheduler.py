@@ -23,15 +23,25 @@ class TalkerScheduler:
         max_batch: most streams in one patch; with more slots, more streams run than fit into one patch.
         max_prefills_per_patch: most segments admitted at one patch boundary; running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
+        max_jobs: most slots of jobs, whose speech nobody hears while it is generated; None: all slots.
     """
 
     def __init__(
-        self, slots: SlotPool, *, max_batch: int, max_prefills_per_patch: int, max_streams: int
+        self,
+        slots: SlotPool,
+        *,
+        max_batch: int,
+        max_prefills_per_patch: int,
+        max_streams: int,
+        max_jobs: int | None = None,
     ) -> None:
         self.slots = slots
         self.max_batch = max_batch
         self._max_prefills = max_prefills_per_patch
-        self._max_streams = max_streams
+        self.max_streams = max_streams
+        self._max_jobs = slots.num_slots - 1 if max_jobs is None else max_jobs
+        self._jobs: set[int] = set()
+        self._running_jobs: set[int] = set()
         self._segments: dict[int, deque[int]] = {}  # per stream: segments not yet spoken, in order
         self._queue: OrderedDict[int, None] = OrderedDict()  # streams waiting for a slot
         self._running: OrderedDict[int, int] = OrderedDict()  # stream → segment being spoken
@@ -56,18 +66,26 @@ class TalkerScheduler:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Streams that wait for a slot, in order of arrival."""
-        return tuple(self._queue)
+        """Streams that wait for a slot, in order of arrival; without jobs while these have as many as they may."""
+        if self._has_room_for_jobs:
+            return tuple(self._queue)
+        return tuple(each for each in self._queue if each not in self._jobs)
 
-    def open(self, stream: int) -> None:
+    @property
+    def _has_room_for_jobs(self) -> bool:
+        return len(self._running_jobs) < self._max_jobs
+
+    def open(self, stream: int, *, is_job: bool = False) -> None:
         """Open a stream. Raises: CapacityError when too many are open."""
-        if len(self._segments) >= self._max_streams:
+        if len(self._segments) >= self.max_streams:
             raise CapacityError(
                 f"{len(self._segments)} requests are speaking or waiting to speak",
                 fix="try again later",
                 code="queue_full",
             )
         self._segments[stream] = deque()
+        if is_job:
+            self._jobs.add(stream)
 
     def add(self, stream: int, segment: int) -> None:
         """Append a segment to an open stream."""
@@ -78,8 +96,10 @@ class TalkerScheduler:
     def remove(self, stream: int) -> None:
         """Remove a stream with all its segments and free its slot; does nothing if it is unknown."""
         self._segments.pop(stream, None)
+        self._jobs.discard(stream)
         self._queue.pop(stream, None)
         self._running.pop(stream, None)
+        self._running_jobs.discard(stream)
         self.slots.free(stream)
 
     def admit(self, order: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
@@ -91,11 +111,16 @@ class TalkerScheduler:
         for stream in self.waiting if order is None else order:
             if len(admitted) == self._max_prefills or not self.has_room:
                 break
+            is_job = stream in self._jobs
+            if is_job and not self._has_room_for_jobs:
+                continue
             slot = self.slots.allocate(stream)
             assert slot is not None, "there was room"
             del self._queue[stream]
             segment = self._segments[stream].popleft()
             self._running[stream] = segment
+            if is_job:
+                self._running_jobs.add(stream)
             admitted.append((stream, segment, slot))
         return admitted
 
@@ -108,6 +133,7 @@ class TalkerScheduler:
     def end_segment(self, stream: int) -> None:
         """End the stream's segment: free its slot, and queue the stream if it has another one."""
         del self._running[stream]
+        self._running_jobs.discard(stream)
         self.slots.free(stream)
         if self._segments[stream]:
             self._queue[stream] = None
@@ -116,3 +142,4 @@ class TalkerScheduler:
         """Assert that every allocated slot belongs to a running stream."""
         self.slots.check()
         assert self.slots.num_free == self.slots.num_slots - 1 - len(self._running), "slots held by no stream"
+        assert self._running_jobs == self._jobs & self._running.keys(), "jobs are counted wrong"

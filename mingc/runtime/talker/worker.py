@@ -176,6 +176,10 @@ class TalkerWorker:
         prompts, self._prompts = self._prompts, []
         self._run_prompts(prompts)
 
+    def batch_size(self, rows: int) -> int:
+        """Size of the smallest batch that has so many rows."""
+        return next(size for size in self.engines.batch_sizes if size >= rows)
+
     def is_launchable(self, slot: int) -> bool:
         """Whether to launch a further patch for `slot`, as far as the host knows."""
         running = self._running[slot]
@@ -187,7 +191,7 @@ class TalkerWorker:
         assert self.num_in_flight < self.depth, "a patch must be collected first"
         self.prefill()
         rows = [(slot, self._running[slot]) for slot in slots]
-        size = next(size for size in self.engines.batch_sizes if size >= len(rows))
+        size = self.batch_size(len(rows))
         patch = self.engines.launch(size, self._inputs(size, rows))
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, running in rows:

@@ -184,6 +184,10 @@ class ThinkerScheduler:
         self._is_turn_of_oldest = True
 
     @property
+    def max_waiting(self) -> int:
+        return self._max_waiting
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -109,6 +109,7 @@ class BodyBudget:
         self._limit = limit
         self._metrics = metrics
         self._used = 0
+        metrics.add_limit("body_bytes", lambda: (self._used, limit))
 
     @contextmanager
     def charge(self) -> Iterator[Charge]:

@@ -45,6 +45,7 @@ class ParsedChat:
     thinking: bool
     stream: bool
     include_usage: bool
+    priority: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class ParsedSpeech:
     speech: SpeechParams = field(default_factory=SpeechParams)
     audio_format: AudioFormat = "wav"
     delivery: Delivery = "whole"
+    priority: int = 0
 
 
 def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
@@ -85,6 +87,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
         thinking=_thinking(body),
         stream=body.stream or False,
         include_usage=_include_usage(body),
+        priority=as_integer(body.priority, "priority") or 0,
     )
     for name, (why, neutral) in CHAT_REFUSED.items():
         _refuse(body, name, why, unless=neutral)
@@ -114,6 +117,7 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
         speech=_speech_params(body, info, options, ""),
         audio_format="pcm16" if body.response_format == "pcm" else body.response_format or "wav",
         delivery=_delivery(body),
+        priority=as_integer(body.priority, "priority") or 0,
     )
 
 
@@ -211,6 +215,7 @@ def _speech_params(
         guidance=fields.guidance,
         sigma=fields.sigma,
         temperature=fields.temperature,
+        speech_lead=as_integer(fields.speech_lead, f"{prefix}speech_lead"),
     )
 
 

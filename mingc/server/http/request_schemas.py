@@ -21,6 +21,8 @@ MAX_PARTS = 1024
 MAX_TOKENS = 1 << 24  # a sanity bound; the service checks the context length
 MAX_PIXELS = 1 << 30
 LOW_DETAIL_PIXELS = 512 * 512  # as with OpenAI
+MAX_PRIORITY = (1 << 31) - 1
+MAX_SPEECH_LEAD = 10**6
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
 MAX_TOKEN_ID = 1 << 24
@@ -34,11 +36,24 @@ _COUNT = Meta(ge=1, le=MAX_TOKENS)
 _MIN_COUNT = Meta(ge=0, le=MAX_TOKENS)
 _TOP_K = Meta(ge=-1, le=MAX_TOKENS)
 _PIXELS = Meta(ge=1, le=MAX_PIXELS)
+_PRIORITY = Meta(
+    ge=-MAX_PRIORITY,
+    le=MAX_PRIORITY,
+    description="Requests with a lower one are served earlier; 0 is the default.",
+)
+_SPEECH_LEAD = Meta(
+    ge=0,
+    le=MAX_SPEECH_LEAD,
+    description="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit. The default is the "
+    "server's --speech-lead.",
+)
 _TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
 Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
 MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
 TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
 Pixels = Annotated[int, _PIXELS] | Annotated[float, _PIXELS]
+Priority = Annotated[int, _PRIORITY] | Annotated[float, _PRIORITY]
+SpeechLead = Annotated[int, _SPEECH_LEAD] | Annotated[float, _SPEECH_LEAD]
 TokenId = Annotated[int, _TOKEN_ID] | Annotated[float, _TOKEN_ID]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
@@ -181,6 +196,7 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guidance: Annotated[float, Meta(ge=0.0, le=20.0)] | None = None
     sigma: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    speech_lead: SpeechLead | None = None
     # fields of other APIs, refused unless their value requests nothing (`parsing`)
     speed: Raw = _ABSENT
     sample_rate: Raw = _ABSENT
@@ -214,6 +230,7 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     audio: ChatAudio | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    priority: Priority | None = None
     thinking: bool | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     # sampling
@@ -246,6 +263,7 @@ class SpeechBody(SpeechFields, kw_only=True):
     response_format: Annotated[Literal["wav", "pcm", "flac"], _FORMAT_HINT] | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
+    priority: Priority | None = None
 
 
 Refused = Mapping[str, tuple[str, tuple[object, ...]]]
@@ -297,7 +315,6 @@ CHAT_REFUSED: Refused = {
     "guided_grammar": ("the text is not constrained", ()),
     "return_token_ids": ("token ids are not returned", (False,)),
     "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
-    "priority": ("requests are served in their order", (0,)),
 }
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(

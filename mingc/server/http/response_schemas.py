@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -238,13 +237,12 @@ class ChatResponseBuilder:
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, *, text: str, audio: bytes | None, done: Done) -> ChatCompletion:
-        """Make the complete answer. `audio` is an encoded clip."""
+    def completion(self, *, text: str, audio: str | None, done: Done) -> ChatCompletion:
+        """Make the complete answer. `audio`: base64 of a clip."""
         message = AnswerMessage(content=text, refusal=None)
         if audio is not None:
-            data = base64.b64encode(audio).decode()
             message.audio = AnswerAudio(
-                id=self._audio_id, data=data, expires_at=_expires_at(), transcript=text
+                id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=text
             )
         return ChatCompletion(
             id=self.request_id,

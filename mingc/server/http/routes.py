@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
+from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
 from mingc.server.http.response_schemas import ChatResponseBuilder, sse
@@ -54,6 +55,7 @@ class HttpState:
     server: ServerState
     media: MediaLoader
     bodies: BodyBudget
+    answers: AnswerBudget
     # One thread: large bodies are decoded while holding Python's lock, which the event loop gets after each.
     _parser: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mingc-parse"), init=False
@@ -66,7 +68,14 @@ class HttpState:
             server=server,
             media=MediaLoader(options),
             bodies=BodyBudget(options.max_total_body_bytes, server.metrics),
+            answers=AnswerBudget(options.max_total_answer_bytes, server.metrics),
         )
+
+    def stream(
+        self, spec: AudioSpec, text: str | None = None
+    ) -> AbstractContextManager[LiveClip] | AbstractContextManager[KeptClip]:
+        """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
+        return nullcontext(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
 
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
@@ -195,15 +204,20 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
         video=parsed.video,
         thinking=parsed.thinking,
         is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
+        priority=parsed.priority,
     )
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
     )
-    async with timer.measure(server.service.chat(request)) as events:
-        if parsed.stream:
-            await response.send_stream(SSE, chat_chunks(events, builder, audio))
-        else:
-            await response.send_whole(JSON, await chat_completion(events, builder, audio))
+    if parsed.stream:
+        with nullcontext() if audio is None else state.stream(audio) as clip:
+            async with timer.measure(server.service.chat(request)) as events:
+                await response.send_stream(SSE, chat_chunks(events, builder, clip))
+    else:
+        with nullcontext() if audio is None else state.answers.keep(audio) as kept:
+            async with timer.measure(server.service.chat(request)) as events:
+                whole = await chat_completion(events, builder, kept)
+            await response.send_whole(JSON, *whole)
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
@@ -220,12 +234,17 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
         text=parsed.text,
         speech=parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
+        priority=parsed.priority,
     )
-    async with timer.measure(server.service.speech(request)) as events:
-        match parsed.delivery:
-            case "whole":
-                await response.send_whole(audio.content_type, await speech_clip(events, audio))
-            case "audio":
-                await response.send_stream(audio.content_type, speech_parts(events, audio))
-            case "sse":
-                await response.send_stream(SSE, speech_events(events, audio))
+    if parsed.delivery == "whole":
+        with state.answers.keep(audio, parsed.text) as kept:
+            async with timer.measure(server.service.speech(request)) as events:
+                whole = await speech_clip(events, kept)
+            await response.send_whole(audio.content_type, *whole)
+        return
+    with state.stream(audio, parsed.text) as clip:
+        async with timer.measure(server.service.speech(request)) as events:
+            if parsed.delivery == "audio":
+                await response.send_stream(audio.content_type, speech_parts(events, clip))
+            else:
+                await response.send_stream(SSE, speech_events(events, clip))

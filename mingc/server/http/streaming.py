@@ -5,17 +5,17 @@ A stream starts with its first event, so a request that cannot be served still g
 
 from __future__ import annotations
 
-import asyncio
+import base64
+import secrets
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from starlette.types import Send
 
 from mingc.errors import WorkerError
 from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
-from mingc.server.audio_format import AudioSpec, Base64Stream, encode, open_stream
+from mingc.server.audio_format import Base64Stream
+from mingc.server.http.clips import KeptClip, LiveClip
 from mingc.server.http.response_schemas import (
     SSE_DONE,
     ChatResponseBuilder,
@@ -27,8 +27,9 @@ from mingc.server.http.response_schemas import (
 
 JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"
-_PART_BYTES = 1 << 16  # most bytes of a clip in one event, when the whole clip is ready at once
-Samples = list[NDArray[np.float32]]
+Clip = LiveClip | KeptClip
+Whole = tuple[int, AsyncIterator[bytes]]
+"""A body: its length, and its parts."""
 
 
 class ResponseWriter:
@@ -44,10 +45,17 @@ class ResponseWriter:
         self.is_ended = False
         self.is_sse = False
 
-    async def send_whole(self, content_type: str, data: bytes) -> None:
-        """Send the whole body, with its length."""
-        await self._start(content_type, (b"content-length", str(len(data)).encode()))
-        await self._send_last(data)
+    async def send_whole(self, content_type: str, num_bytes: int, parts: AsyncIterator[bytes]) -> None:
+        """Send a body of known length."""
+        await self._start(content_type, (b"content-length", str(num_bytes).encode()))
+        async for part in parts:
+            num_bytes -= len(part)
+            if num_bytes > 0:
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            else:
+                await self._send_last(part)
+        if not self.is_ended:
+            await self._send_last(b"")
 
     async def send_stream(self, content_type: str, parts: AsyncIterator[bytes]) -> None:
         """Send each part at once. An error of `parts` leaves the response open, so that it breaks off."""
@@ -78,22 +86,35 @@ class ResponseWriter:
 
 
 async def chat_completion(
-    events: AsyncIterator[Event], builder: ChatResponseBuilder, audio: AudioSpec | None
-) -> bytes:
-    """Encode one `chat.completion` object; `audio` is None if no speech was requested."""
-    text, samples, done = await _collect(events)
-    clip = None if audio is None else await asyncio.to_thread(encode, samples, audio)
-    return msgspec.json.encode(builder.completion(text=text, audio=clip, done=done))
+    events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: KeptClip | None
+) -> Whole:
+    """Encode one `chat.completion` object; `clip` is None if no speech was requested."""
+    text, done = await _collect(events, clip)
+    mark = secrets.token_hex(16)  # the text of an answer cannot contain it
+    completion = builder.completion(text=text, audio=None if clip is None else mark, done=done)
+    before, _, after = msgspec.json.encode(completion).partition(mark.encode())
+    num_bytes = len(before) + len(after)
+    if clip is not None:
+        num_bytes += -(-await clip.finish() // 3) * 4
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield before
+        if clip is not None:
+            async for part in clip.rest():
+                yield base64.b64encode(part)
+            yield after
+
+    return num_bytes, parts()
 
 
 async def chat_chunks(
-    events: AsyncIterator[Event], builder: ChatResponseBuilder, audio: AudioSpec | None
+    events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: Clip | None
 ) -> AsyncIterator[bytes]:
     """Chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
 
     The payloads of all audio deltas, joined before or after decoding, form one file.
     """
-    encoder = None if audio is None else _ClipEncoder(audio)
+    encoder = None if clip is None else _ClipEncoder(clip)
     has_role = has_audio = False
     transcript: list[str] = []
     async for event in _until_done(events):
@@ -104,7 +125,7 @@ async def chat_chunks(
             transcript.append(event.text)
             yield sse(builder.chunk(Delta(content=event.text)))
         elif isinstance(event, AudioDelta | Done) and encoder is not None:
-            for data in await encoder.encode(event):
+            async for data in encoder.encode(event):
                 yield sse(builder.audio_chunk(data, is_first=not has_audio))
                 has_audio = True
         if isinstance(event, Done):
@@ -116,28 +137,27 @@ async def chat_chunks(
             yield SSE_DONE
 
 
-async def speech_clip(events: AsyncIterator[Event], audio: AudioSpec) -> bytes:
+async def speech_clip(events: AsyncIterator[Event], clip: KeptClip) -> Whole:
     """Encode one audio file with its length in the header."""
-    _, samples, _ = await _collect(events)
-    return await asyncio.to_thread(encode, samples, audio)
+    await _collect(events, clip)
+    return await clip.finish(), clip.rest()
 
 
-async def speech_parts(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
+async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Encode an audio file in parts; a WAV has an unknown length in its header."""
-    encoder = open_stream(audio)
     async for event in _until_done(events):
-        if isinstance(event, AudioDelta) and (data := encoder.add(event.samples)):
+        if isinstance(event, AudioDelta) and (data := await clip.add(event.samples)):
             yield data
-    if data := await asyncio.to_thread(encoder.finish):
+    async for data in clip.rest():
         yield data
 
 
-async def speech_events(events: AsyncIterator[Event], audio: AudioSpec) -> AsyncIterator[bytes]:
+async def speech_events(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage."""
-    encoder = _ClipEncoder(audio)
+    encoder = _ClipEncoder(clip)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta | Done):
-            for data in await encoder.encode(event):
+            async for data in encoder.encode(event):
                 yield sse(SpeechDelta(data))
         if isinstance(event, Done):
             yield sse(speech_done(event.usage))
@@ -146,19 +166,21 @@ async def speech_events(events: AsyncIterator[Event], audio: AudioSpec) -> Async
 class _ClipEncoder:
     """Base64 of a clip in parts that are valid alone and joined."""
 
-    def __init__(self, audio: AudioSpec) -> None:
-        self._encoder = open_stream(audio)
+    def __init__(self, clip: Clip) -> None:
+        self._clip = clip
         self._base64 = Base64Stream()
 
-    async def encode(self, event: AudioDelta | Done) -> list[str]:
+    async def encode(self, event: AudioDelta | Done) -> AsyncIterator[str]:
         """Encoded parts that can be sent now; none is empty. FLAC is complete only at the end."""
         if isinstance(event, AudioDelta):
-            parts = [self._base64.add(self._encoder.add(event.samples))]
-        else:
-            data = await asyncio.to_thread(self._encoder.finish)
-            parts = [self._base64.add(data[i : i + _PART_BYTES]) for i in range(0, len(data), _PART_BYTES)]
-            parts.append(self._base64.finish())
-        return [part for part in parts if part]
+            if part := self._base64.add(await self._clip.add(event.samples)):
+                yield part
+            return
+        async for data in self._clip.rest():
+            if part := self._base64.add(data):
+                yield part
+        if part := self._base64.finish():
+            yield part
 
 
 async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
@@ -170,14 +192,14 @@ async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     raise WorkerError("The model stopped before its answer was complete.", code="unfinished")
 
 
-async def _collect(events: AsyncIterator[Event]) -> tuple[str, Samples, Done]:
+async def _collect(events: AsyncIterator[Event], clip: KeptClip | None) -> tuple[str, Done]:
+    """Add the speech to `clip`. Returns the text, and the end."""
     text: list[str] = []
-    samples: Samples = []
     async for event in _until_done(events):
         if isinstance(event, TextDelta):
             text.append(event.text)
-        elif isinstance(event, AudioDelta):
-            samples.append(event.samples)
+        elif isinstance(event, AudioDelta) and clip is not None:
+            await clip.add(event.samples)
         elif isinstance(event, Done):
             done = event
-    return "".join(text), samples, done
+    return "".join(text), done

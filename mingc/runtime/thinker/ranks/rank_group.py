@@ -79,7 +79,7 @@ class RankGroup:
         options: StepOptions = DEFAULT_STEPS,
     ) -> None:
         self._on_failure = on_failure
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[str]] = []
         self._sockets: list[socket.socket] = []
         self._is_closing = threading.Event()
         self._watchdog: StepWatchdog | None = None  # None until all ranks are ready
@@ -195,12 +195,18 @@ class RankGroup:
             child = subprocess.Popen(
                 [sys.executable, "-m", "mingc.runtime.thinker.ranks.rank_process", json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="backslashreplace",
                 pass_fds=(theirs.fileno(), config.parent_pipe),
             )
         ours.settimeout(_START_TIMEOUT_S)
         self._sockets.append(ours)
         self._children.append(child)
+        threading.Thread(
+            target=_forward, args=(child,), name=f"mingc-output-{config.rank}", daemon=True
+        ).start()
         # Watch from now on: a rank that dies during startup may leave this rank in a collective.
         threading.Thread(
             target=self._watch_child,
@@ -237,7 +243,7 @@ class RankGroup:
                 found or RankError(f"a step of the thinker failed: {error}", where="rank 0", fix=_RESTART)
             ) from error
 
-    def _watch_child(self, rank: int, child: subprocess.Popen[bytes]) -> None:
+    def _watch_child(self, rank: int, child: subprocess.Popen[str]) -> None:
         code = child.wait()
         if not self._is_closing.is_set():
             self._fail(_exit_error(rank, code))
@@ -284,3 +290,11 @@ def _exit_error(rank: int, code: int) -> RankError:
     return RankError(
         f"rank {rank} of the thinker exited with code {code}", where=f"rank {rank}", fix=_RESTART
     )
+
+
+def _forward(child: subprocess.Popen[str]) -> None:
+    """Write what a rank prints to stderr of this process."""
+    if child.stdout is not None:
+        with child.stdout:
+            for line in child.stdout:
+                sys.stderr.write(line)
