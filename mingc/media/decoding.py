@@ -9,6 +9,7 @@ import msgspec
 
 from mingc.media.audio import load_audio
 from mingc.media.image import load_image
+from mingc.media.libraries import LIBRARIES, load_library
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, too_large
 from mingc.media.video import load_video
 from mingc.prompts.features import Features, VideoFeatures
@@ -21,8 +22,13 @@ class InProcessDecoder:
     def __init__(self, max_bytes: int = DEFAULT_MEDIA_BYTES) -> None:
         self.max_bytes = max_bytes
 
-    def start(self) -> None:
+    def prepare(self) -> None:
         """Nothing to prepare."""
+
+    def start(self) -> None:
+        """See `MediaDecoder`."""
+        for module in LIBRARIES:
+            load_library(module)
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """See `MediaDecoder`."""

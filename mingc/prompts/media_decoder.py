@@ -42,8 +42,12 @@ class MediaDecoder(Protocol):
         """Most host memory for the media of one prompt, including the medium that is being decoded."""
         ...
 
+    def prepare(self) -> None:
+        """Begin to prepare for the first medium; does not wait."""
+        ...
+
     def start(self) -> None:
-        """Prepare for the first medium."""
+        """Wait until the first medium can be decoded. Raises: ConfigError when a library is missing."""
         ...
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:

@@ -97,6 +97,7 @@ def open_service(
     with ExitStack() as processes:  # ends them when something after their start fails
         if media is not None:
             processes.callback(media.close)
+            media.prepare()
         context = BuildContext(
             artifact=artifact, options=options, clock=clock, on_failure=on_failure, processes=processes
         )
@@ -105,6 +106,11 @@ def open_service(
         if speech_stages is not None:
             with clock.phase("set up speech: tokenizer, voices, scheduler"):
                 speech = build_speech(context, speech_stages, for_talkers)
+        if media is not None:
+            with clock.phase("wait for a media decoder"):
+                media.start()  # also without encoders: a library of `serve` that is missing is found now
+            if chat_stages is None or not chat_stages.ports:
+                media.close()
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
                 ranks, chat = build_chat(context, chat_stages, devices, media)
