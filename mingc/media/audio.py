@@ -1,7 +1,7 @@
 """Encoded audio → log-mel features of the audio encoder (spec: audio.md §1, §2, §5).
 
 soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3). PyAV decodes all others (AAC, WebM, the sound of a
-video), and files in which libsndfile finds no samples (a WAV that a program wrote to a pipe has no length). Channels are
+video), and files in which libsndfile finds no samples (a WAV that was written to a pipe has no length). Channels are
 mixed down; the official code takes the first and drops the others.
 """
 
@@ -23,6 +23,7 @@ from mingc.media.formats import undecodable_file
 from mingc.media.libraries import load_library
 from mingc.media.limits import MediaLimits
 from mingc.prompts.features import AudioFeatures
+from mingc.prompts.media_decoder import NO_SOUND
 
 _BLOCK_SAMPLES = 1 << 18  # all channels of a block have so many together
 _MAX_CHANNELS = 64
@@ -32,7 +33,6 @@ _SAMPLE_COST = 20
 _SLACK_SECONDS = 0.1  # decoding may exceed the limit by this; resampling checks it exactly, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 _NO_PICTURES = 1 << 20  # probing may decode a frame of this many pixels, in a video whose sound is wanted
-NO_SOUND = "no_audio_track"  # error code
 _CANCELLED = (
     0.1  # of the power of the mixdown of independent channels; less means that they cancel each other
 )

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from mingc.artifacts.codec import encode
@@ -24,7 +25,7 @@ from mingc.media.decoder_process import (
     unpack,
 )
 from mingc.media.decoding import digest_of, with_digest
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, stated_limits, too_large, undecodable
 from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
 from mingc.prompts.features import Features
 from mingc.prompts.media_decoder import MediaTask
@@ -80,7 +81,10 @@ class DecoderPool:
             self._prepare()
 
     def start(self) -> None:
-        """Wait until a process is ready. Raises: ConfigError when it cannot import a library, WorkerError if it ended."""
+        """Wait until a process is ready.
+
+        Raises: ConfigError when it cannot import a library, WorkerError when it ended.
+        """
         self.prepare()
         with self._lock:
             decoder = self._idle[-1] if self._idle else None
@@ -100,12 +104,14 @@ class DecoderPool:
         """Run `run_task` in another process. The features have a `digest`.
 
         Raises: RequestError also when the medium takes too long or crashes two processes, WorkerError when a process
-            does not answer or two are killed, CapacityError after `close`.
+            does not answer or two are killed, CapacityError after `close` or when none can be started.
         """
         try:
             features = self._run(task, data)
         except _ProcessDied as death:
-            log.warning("a media decoder ended by signal %d; the %s is decoded again", death.signal, task.kind)
+            log.warning(
+                "a media decoder ended by signal %d; the %s is decoded again", death.signal, task.kind
+            )
             try:
                 features = self._run(task, data)
             except _ProcessDied as again:
@@ -152,6 +158,11 @@ class DecoderPool:
             self._drop(decoder)
 
     @property
+    def limits(self) -> Mapping[str, int]:
+        """See `MediaDecoder`."""
+        return stated_limits(self.max_bytes)
+
+    @property
     def pids(self) -> list[int]:
         """Ids of the running processes."""
         with self._lock:
@@ -169,7 +180,12 @@ class DecoderPool:
                 else:
                     decoder.end(has_failed=True)
                     self._all.discard(decoder)
-            found = found or self._new()
+            try:
+                found = found or self._new()
+            except OSError as error:
+                raise CapacityError(
+                    f"a media decoder cannot be started: {error}", code="overloaded"
+                ) from error
             self._prepare()
             return found
 

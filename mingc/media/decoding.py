@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
 
 from mingc.media.audio import load_audio
 from mingc.media.image import load_image
-from mingc.media.libraries import LIBRARIES, load_library
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, too_large
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, stated_limits, too_large
 from mingc.media.video import load_video
 from mingc.prompts.features import Features, VideoFeatures
 from mingc.prompts.media_decoder import MediaTask
@@ -26,9 +26,12 @@ class InProcessDecoder:
         """Nothing to prepare."""
 
     def start(self) -> None:
+        """Nothing to wait for: libraries are loaded at the first medium that needs them."""
+
+    @property
+    def limits(self) -> Mapping[str, int]:
         """See `MediaDecoder`."""
-        for module in LIBRARIES:
-            load_library(module)
+        return stated_limits(self.max_bytes)
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """See `MediaDecoder`."""

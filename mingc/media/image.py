@@ -23,7 +23,7 @@ from PIL import ExifTags, Image
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 from mingc.media.formats import undecodable_file
-from mingc.media.limits import MediaLimits, too_large
+from mingc.media.limits import MAX_PIXELS, MediaLimits, too_large
 from mingc.prompts.features import VisionFeatures
 
 log = logging.getLogger("mingc.preprocess")
@@ -33,7 +33,6 @@ _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _JPEG_FILLER = b"\x5a\xa5\x36" * 64
 _STRIP_ROWS = 64
-_MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
 
 # Measured bytes per pixel while a file is decoded and converted to RGB: of these formats, of other formats in RGB and
 # in other modes, and of the coefficients of a progressive JPEG.
@@ -114,7 +113,7 @@ def open_image(data: bytes, where: str) -> Image.Image:
         raise _too_many_pixels(str(error), where) from error
     except Exception as error:  # Pillow's parsers raise many types on damaged bytes
         raise _not_an_image(data, where, error) from error
-    if image.width * image.height > _MAX_DECODED_PIXELS:
+    if image.width * image.height > MAX_PIXELS:
         raise _too_many_pixels(f"{image.width}×{image.height} pixels", where)
     return image
 
@@ -147,8 +146,8 @@ def _bare_png(data: bytes) -> bytes:
 def _jpeg_without_end(data: bytes) -> Image.Image:
     """Decode a JPEG that lacks its end marker. Raises: ValueError when it lacks more, and what Pillow raises.
 
-    What follows complete data changes no pixel. After a cut it becomes pixels. A progressive picture that is cut exactly
-    between two scans is complete, in a lower quality.
+    What follows complete data changes no pixel. After a cut it becomes pixels. A progressive picture that is cut
+    exactly between two scans is complete, in a lower quality.
     """
     digests = set()
     data = data.removesuffix(b"\xff")  # half of the end marker
@@ -167,7 +166,7 @@ def _too_many_pixels(found: str, where: str) -> RequestError:
     return too_large(
         f"the image is too large to decode: {found}",
         where,
-        f"shrink it to about 1024×1024 pixels; at most {_MAX_DECODED_PIXELS} are decoded",
+        f"shrink it to about 1024×1024 pixels; at most {MAX_PIXELS} are decoded",
     )
 
 

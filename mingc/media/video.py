@@ -22,13 +22,11 @@ from mingc.media.containers import open_container, pixel_limit
 from mingc.media.formats import undecodable_file
 from mingc.media.image import PatchWriter, check_aspect, check_grid, load_size
 from mingc.media.libraries import load_library
-from mingc.media.limits import MediaLimits, too_large, undecodable
+from mingc.media.limits import MAX_PIXELS, MAX_VIDEO_FRAMES, MediaLimits, too_large, undecodable
 from mingc.prompts.conversation import VideoParams
 from mingc.prompts.features import VideoFeatures
 
 _BUDGET_SLACK = 1.05  # the largest size of a frame is at least so many times the smallest
-_MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
-_MAX_FRAME_PIXELS = 1 << 26
 _MIN_HELD_FRAMES = 4  # a decoder holds at least the current frame, references, and the returned frame
 _USUAL_HELD_FRAMES = 18  # with all references that a format allows; every further thread holds one more
 _MAX_THREADS = 8
@@ -226,7 +224,7 @@ class _EncodedVideo:
     def __init__(self, av: Any, data: bytes, where: str, limits: MediaLimits) -> None:
         self._av = av
         self._data = data
-        self._max_pixels = min(_MAX_FRAME_PIXELS, limits.max_bytes // (3 + _MIN_HELD_FRAMES))
+        self._max_pixels = min(MAX_PIXELS, limits.max_bytes // (3 + _MIN_HELD_FRAMES))
         self._num_threads = 1
         with self._open() as container:
             if not container.streams.video:
@@ -251,8 +249,8 @@ class _EncodedVideo:
             for packet in container.demux(stream):
                 if packet.size == 0 or packet.is_discard:
                     continue
-                if len(starts) == _MAX_SOURCE_FRAMES:
-                    raise too_large(f"the video has more than {_MAX_SOURCE_FRAMES} frames", where)
+                if len(starts) == MAX_VIDEO_FRAMES:
+                    raise too_large(f"the video has more than {MAX_VIDEO_FRAMES} frames", where)
                 start = packet.dts if packet.pts is None else packet.pts
                 starts.append(_NO_TIME if start is None else start)
                 durations.append(packet.duration or 0)
@@ -328,6 +326,11 @@ class _EncodedVideo:
 
     def _open(self) -> Any:
         return open_container(self._av, self._data, max_pixels=self._max_pixels)
+
+
+def open_video(data: bytes, where: str, limits: MediaLimits) -> _EncodedVideo:
+    """The frames of an encoded video, not decoded yet. Raises: RequestError; av.FFmpegError for damaged bytes."""
+    return _EncodedVideo(load_library("av"), data, where, limits)
 
 
 def load_video(

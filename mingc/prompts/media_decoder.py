@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
 from mingc.prompts.features import Features
+
+NO_SOUND = "no_audio_track"  # code of the error for a file without sound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,11 @@ class MediaDecoder(Protocol):
     @property
     def max_bytes(self) -> int:
         """Most host memory for the media of one prompt, including the medium that is being decoded."""
+        ...
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Limits of files, for clients, as docs/http-api.md names them."""
         ...
 
     def prepare(self) -> None:

@@ -180,6 +180,7 @@ class ServiceInfo:
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
     aliases: tuple[str, ...] = ()
+    media_limits: Mapping[str, float] = field(default_factory=dict)  # docs/http-api.md has their names
 
     @property
     def names(self) -> tuple[str, ...]:
