@@ -246,7 +246,7 @@ def _too_long(found: str, max_tokens: int) -> RequestError:
 
 
 def _kinds(part: MediaPart, video: VideoParams) -> Sequence[MediaKind]:
-    """What is decoded from a part, in the order of the prompt. The official code has no rule for the sound of a video."""
+    """What is decoded from a part, in the order of the prompt; the official code has no rule for sound of videos."""
     has_sound = part.kind == "video" and video.use_audio and isinstance(part.data, bytes | memoryview)
     return ("video", "audio") if has_sound else (part.kind,)
 
