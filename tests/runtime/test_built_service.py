@@ -739,6 +739,26 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
     assert sorted(ended) == ["decoders", "ranks"]
 
 
+@pytest.mark.parametrize("has_encoders", [True, False])
+def test_a_service_that_lacks_a_library_of_its_decoders_is_not_opened(
+    has_encoders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without encoders, which would end the decoders: the extra `serve` is whole, or the server does not start."""
+    ended: list[str] = []
+
+    def lacking(self: InProcessDecoder) -> None:
+        raise ConfigError("av cannot be imported")
+
+    with build(manifest(), EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
+        patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
+        patch.setattr(InProcessDecoder, "start", lacking)
+        if not has_encoders:
+            patch.setattr(builder, "find_chat_stages", lambda manifest: None)
+        with pytest.raises(ConfigError, match="av cannot be imported"):
+            opened()
+    assert ended == ["decoders"]
+
+
 CHANGES = [
     pytest.param(stage, name, change, id=f"{stage}.{name}")
     for stage, changes in PARAMETERS.items()
