@@ -49,7 +49,7 @@ from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import Host
-from mingc.errors import CapacityError, MingcError
+from mingc.errors import CapacityError, ConfigError, MingcError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
