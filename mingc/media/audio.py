@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +176,8 @@ def _decode_av(
             _check_rate(max(1, context.sample_rate), where)
             _check_channels(channels, where)
             context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(channels, 8))}
-            convert, shape = None, None
+            convert: Any = None
+            shape: tuple[str, str, int] | None = None
             for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
