@@ -176,7 +176,7 @@ def kill_the_next(monkeypatch: pytest.MonkeyPatch, number: int, count: int) -> N
     monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_kill)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGUSR1])
 def test_a_medium_whose_decoder_is_killed_is_decoded_by_another(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
