@@ -37,7 +37,7 @@ _NO_PICTURES = 1 << 20  # probing may decode a frame of this many pixels, in a v
 _CANCELLED = (
     0.1  # of the power of the mixdown of independent channels; less means that they cancel each other
 )
-_POWER_STRIDE = 16  # power is measured on every 16th sample
+_POWER_STRIDE = 61  # power is measured on every 61st sample
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
 
 
@@ -107,8 +107,9 @@ class _Mixdown:
         else:
             with np.errstate(all="ignore"):  # infinite samples are refused later
                 mixed = block @ self._weights
-                self._power += np.square(block[::_POWER_STRIDE], dtype=np.float64).sum(axis=0)
-                self._mixed_power += float(np.square(mixed[::_POWER_STRIDE], dtype=np.float64).sum())
+                some, mixed_some = block[::_POWER_STRIDE], mixed[::_POWER_STRIDE]
+                self._power += np.einsum("nc,nc->c", some, some)
+                self._mixed_power += float(mixed_some @ mixed_some)
         self._blocks.append(mixed)
         self.count += len(mixed)
         self._check(self.count)
