@@ -34,7 +34,14 @@ from mingc.prompts.media_decoder import MediaTask
 _TIMEOUT_S = 60.0
 _MAX_GROWTH_BYTES = 512 * MIB
 _SAMPLE_S = 0.005
-_CODES = {"undecodable_media", "media_too_large", "context_length_exceeded", "invalid_value", None}
+_CODES = {
+    "undecodable_media",
+    "media_too_large",
+    "context_length_exceeded",
+    "invalid_value",
+    "no_audio_track",
+    None,
+}
 
 
 @dataclass(kw_only=True)

@@ -35,6 +35,7 @@ class DecodedFrames:
 
     pictures: Sequence[NDArray[np.uint8]]
     fps: float
+    times: NDArray[np.float64] | None = None
 
     @property
     def num_frames(self) -> int:

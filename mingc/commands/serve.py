@@ -6,6 +6,8 @@ import gc
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +105,7 @@ def command(
     of_http, of_media, of_engines = given(ServeOptions, MediaOptions, EngineOptions, where="mingc serve")
     http, media = ServeOptions(**of_http), MediaOptions(**of_media)
     engines = EngineOptions(**_DEFAULTS | of_engines)
-    with clock.phase("import"):
+    with clock.phase("import"), _installed():
         from mingc.media.decoder_pool import DecoderPool
         from mingc.runtime.service.builder import open_service
         from mingc.server.api_keys import ApiKeys
@@ -140,6 +142,19 @@ def command(
     finally:
         gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else INTERRUPTED
+
+
+@contextmanager
+def _installed() -> Iterator[None]:
+    """Raises: ConfigError instead of ImportError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"a library of the server cannot be imported: {error}",
+            where="mingc serve",
+            fix="pip install 'mingc[serve]'",
+        ) from error
 
 
 def _require_signature(artifact: Path, public_key: str, *, is_hashed: bool) -> None:

@@ -1,13 +1,14 @@
 """Encoded audio → log-mel features of the audio encoder (spec: audio.md §1, §2, §5).
 
-soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3). PyAV, if installed, decodes all others (AAC, WebM,
-the sound of a video).
+soundfile decodes the formats of libsndfile (WAV, FLAC, Ogg, MP3). PyAV decodes all others (AAC, WebM, the sound of a
+video), and files in which libsndfile finds no samples (a WAV that was written to a pipe has no length). Channels are
+mixed down; the official code takes the first and drops the others.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,11 @@ from mingc.errors import RequestError
 from mingc.media.containers import open_container
 from mingc.media.dsp.log_mel import log_mel, min_samples
 from mingc.media.dsp.resample import resample
-from mingc.media.limits import MediaLimits, undecodable
+from mingc.media.formats import undecodable_file
+from mingc.media.libraries import load_library
+from mingc.media.limits import MediaLimits
 from mingc.prompts.features import AudioFeatures
+from mingc.prompts.media_decoder import NO_SOUND
 
 _BLOCK_SAMPLES = 1 << 18  # all channels of a block have so many together
 _MAX_CHANNELS = 64
@@ -30,6 +34,10 @@ _SAMPLE_COST = 20
 _SLACK_SECONDS = 0.1  # decoding may exceed the limit by this; resampling checks it exactly, in whole frames
 _MAX_RATE_HZ = 384_000  # the highest rate that recording hardware has; bounds the memory of a decoded clip
 _NO_PICTURES = 1 << 20  # probing may decode a frame of this many pixels, in a video whose sound is wanted
+_CANCELLED = (
+    0.1  # of the power of the mixdown of independent channels; less means that they cancel each other
+)
+_POWER_STRIDE = 61  # power is measured on every 61st sample
 _MAX_PEAK = 1e6  # far beyond any recording; larger samples would overflow the spectrum
 
 
@@ -56,7 +64,7 @@ def _check_channels(channels: int, where: str) -> None:
         raise RequestError(
             f"the audio has {channels} channels",
             where=where,
-            fix=f"send at most {_MAX_CHANNELS} channels; the first is used",
+            fix=f"send at most {_MAX_CHANNELS} channels; they are mixed down",
             param=where,
         )
 
@@ -77,81 +85,141 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
     )
 
 
-def _joined(blocks: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """The samples of all blocks; a single block is not copied."""
-    if len(blocks) == 1:
-        return blocks[0]
-    return np.concatenate(blocks) if blocks else np.empty(0, np.float32)
+class _Mixdown:
+    """Collects blocks of (n, channels) float32 as one channel: their mean, or the channel `only`.
+
+    The mean of equal channels is that channel, bit for bit, if their number is a power of two.
+    """
+
+    def __init__(self, channels: int, only: int | None, check: Callable[[int], None]) -> None:
+        self._weights = np.full(channels, 1 / channels, np.float32)
+        self._only = 0 if channels == 1 else only
+        self._check = check
+        self._blocks: list[NDArray[np.float32]] = []
+        self._power = np.zeros(channels)
+        self._mixed_power = 0.0
+        self.count = 0
+
+    def add(self, block: NDArray[np.float32]) -> None:
+        """Raises: RequestError when the clip has become too long."""
+        if self._only is not None:
+            mixed = np.ascontiguousarray(block[:, self._only])
+        else:
+            with np.errstate(all="ignore"):  # infinite samples are refused later
+                mixed = block @ self._weights
+                some, mixed_some = block[::_POWER_STRIDE], mixed[::_POWER_STRIDE]
+                self._power += np.einsum("nc,nc->c", some, some)
+                self._mixed_power += float(mixed_some @ mixed_some)
+        self._blocks.append(mixed)
+        self.count += len(mixed)
+        self._check(self.count)
+
+    @property
+    def lost_channel(self) -> int | None:
+        """The loudest channel if the channels cancel each other (one microphone, one wire inverted), else None."""
+        independent = self._power.sum() / len(self._power) ** 2
+        return int(self._power.argmax()) if self._mixed_power < _CANCELLED * independent else None
+
+    def samples(self) -> NDArray[np.float32]:
+        """All samples; a single block is not copied."""
+        if len(self._blocks) == 1:
+            return self._blocks[0]
+        return np.concatenate(self._blocks) if self._blocks else np.empty(0, np.float32)
 
 
-def _decode_soundfile(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
-    """The first channel, or None for a format unknown to libsndfile (or without libsndfile)."""
-    try:
-        soundfile: Any = importlib.import_module("soundfile")
-    except ImportError:
-        return None
-    blocks: list[NDArray[np.float32]] = []
-    count = 0
+def _decode_soundfile(
+    data: bytes, where: str, max_seconds: float, limits: MediaLimits, only: int | None = None
+) -> Wave | None:
+    """One channel; None for a format unknown to libsndfile."""
+    soundfile = load_library("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate = int(file.samplerate)
             _check_rate(rate, where)
             _check_channels(file.channels, where)
-            # Read in blocks, because the declared length may be wrong; only the first channel stays in memory.
+            mixdown = _Mixdown(
+                file.channels, only, lambda count: _check_length(count, rate, where, max_seconds, limits)
+            )
+            # Read in blocks, because the declared length may be wrong; only one channel stays in memory.
             size = _BLOCK_SAMPLES // file.channels
             while len(block := file.read(size, dtype="float32", always_2d=True)):
-                blocks.append(np.ascontiguousarray(block[:, 0]))
-                count += len(block)
-                _check_length(count, rate, where, max_seconds, limits)
+                mixdown.add(block)
     except (soundfile.LibsndfileError, RuntimeError):
         return None
-    return Wave(samples=_joined(blocks), sample_rate=rate)
+    if (lost := mixdown.lost_channel) is not None:
+        return _decode_soundfile(data, where, max_seconds, limits, lost)
+    return Wave(samples=mixdown.samples(), sample_rate=rate)
 
 
-def _decode_av(data: bytes, where: str, max_seconds: float, limits: MediaLimits) -> Wave | None:
-    """The first channel of the first audio track, or None without such a track (or without PyAV)."""
-    try:
-        av: Any = importlib.import_module("av")
-    except ImportError:
-        return None
-    blocks: list[NDArray[np.float32]] = []
-    count = 0
+def _decode_av(
+    data: bytes, where: str, max_seconds: float, limits: MediaLimits, only: int | None = None
+) -> Wave | None:
+    """One channel of the audio track that FFmpeg prefers; None without samples.
+
+    Damaged packets are left out, as FFmpeg does. Raises: RequestError with the code `NO_SOUND` without such a track.
+    """
+    av = load_library("av")
+    mixdown: _Mixdown | None = None
+    rate = 0
+
+    def check(count: int) -> None:
+        _check_length(count, rate, where, max_seconds, limits)
+
     try:
         with open_container(av, data, max_pixels=_NO_PICTURES) as container:
-            context = container.streams.audio[0].codec_context if container.streams.audio else None
-            if context is None:  # no sound, or a codec that this build of FFmpeg lacks
+            if not container.streams.audio:
+                raise RequestError("the file has no sound", where=where, param=where, code=NO_SOUND)
+            stream = container.streams.best("audio") or container.streams.audio[0]
+            context = stream.codec_context
+            if context is None:  # a codec that this build of FFmpeg lacks
                 return None
-            rate = int(context.sample_rate)
-            _check_rate(rate, where)
-            _check_channels(context.channels, where)
-            context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(context.channels, 8))}
-            # Interleaved, because reading the planes of a frame of more than eight channels crashes PyAV.
-            resampler = av.AudioResampler(format="flt")
-            for frame in container.decode(audio=0):
-                for part in resampler.resample(frame):
-                    blocks.append(np.ascontiguousarray(part.to_ndarray()[0, :: context.channels]))
-                    count += len(blocks[-1])
-                _check_length(count, rate, where, max_seconds, limits)
+            channels = max(1, context.channels)
+            _check_rate(max(1, context.sample_rate), where)
+            _check_channels(channels, where)
+            context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(channels, 8))}
+            convert: Any = None
+            shape: tuple[str, str, int] | None = None
+            for packet in container.demux(stream):
+                try:
+                    frames = packet.decode()
+                except (av.InvalidDataError, av.EOFError):
+                    continue
+                for frame in frames:
+                    if (
+                        mixdown is None
+                    ):  # a header may say mono and 22 kHz of what is stereo and 44 kHz (HE-AAC)
+                        rate, layout = frame.sample_rate, frame.layout
+                        _check_rate(rate, where)
+                        _check_channels(layout.nb_channels, where)
+                        mixdown = _Mixdown(layout.nb_channels, only, check)
+                    if shape != (shape := (frame.format.name, frame.layout.name, frame.sample_rate)):
+                        # Interleaved, because reading the planes of a frame of more than eight channels crashes PyAV.
+                        convert = av.AudioResampler("flt", layout, rate)
+                    for part in convert.resample(frame):
+                        mixdown.add(part.to_ndarray().reshape(-1, layout.nb_channels))
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError, IndexError):
+        pass  # what was decoded before the damage is the clip
+    if mixdown is None or not mixdown.count:
         return None
-    return Wave(samples=_joined(blocks), sample_rate=rate)
+    if (lost := mixdown.lost_channel) is not None:
+        return _decode_av(data, where, max_seconds, limits, lost)
+    return Wave(samples=mixdown.samples(), sample_rate=rate)
 
 
 def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
-    """Decode the first channel of an encoded clip; other channels are dropped, not mixed.
+    """Decode an encoded clip to one channel, the mean of all channels.
 
-    Raises: RequestError when the bytes cannot be decoded, clearly exceed `max_seconds`, or exceed `limits`.
+    Raises: RequestError when the bytes cannot be decoded, have no audio track (`NO_SOUND`), clearly exceed
+        `max_seconds`, or exceed `limits`; ConfigError without soundfile or PyAV.
     """
     limits = limits or MediaLimits()
-    wave = _decode_soundfile(data, where, max_seconds, limits) or _decode_av(data, where, max_seconds, limits)
+    wave = _decode_soundfile(data, where, max_seconds, limits)
+    if wave is None or not len(wave.samples):  # a WAV without lengths: FFmpeg reads it to its end
+        wave = _decode_av(data, where, max_seconds, limits) or wave
     if wave is None:
-        raise undecodable(
-            f"{len(data)} bytes cannot be decoded as audio",
-            where,
-            "send a complete WAV, FLAC, MP3 or Ogg file",
-        )
+        raise undecodable_file(data, "audio", where, fix="send a complete WAV, FLAC, MP3 or Ogg file")
     return wave
 
 

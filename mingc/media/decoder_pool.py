@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from mingc.artifacts.codec import encode
@@ -24,13 +25,15 @@ from mingc.media.decoder_process import (
     unpack,
 )
 from mingc.media.decoding import digest_of, with_digest
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, too_large, undecodable
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, stated_limits, too_large, undecodable
 from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
 from mingc.prompts.features import Features
 from mingc.prompts.media_decoder import MediaTask
 
 log = logging.getLogger("mingc.preprocess")
 _EXIT_S = 5.0
+_GRACE_S = 5.0  # beyond the time of a task, in which the kernel ends the process unless it is stopped
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 # With one arena and a fixed threshold, the memory that a task frees returns to the system at once, except 4 MiB. These
 # hold the arrays of a clip, which would otherwise take new pages for every clip: an eighth of its time.
 _ENVIRONMENT = {
@@ -44,7 +47,8 @@ _ENVIRONMENT = {
 class DecoderPool:
     """Decodes media in separate processes. May be used from several threads.
 
-    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. While there are fewer than
+    A process takes at most `max_bytes` (and a fixed margin) and `timeout_s` for one medium. A medium whose process dies
+    is decoded again by a new one, once: a process may be killed for memory that others took. While there are fewer than
     `num_prepared` processes, an idle one is kept ready for the next medium, as a start takes half a second.
     """
 
@@ -71,19 +75,64 @@ class DecoderPool:
             num_prepared=num_prepared,
         )
 
-    def start(self) -> None:
-        """Have a process ready for the next medium."""
+    def prepare(self) -> None:
+        """Start a process for the next medium, unless one is idle or enough are running."""
         with self._lock:
             self._prepare()
+
+    def start(self) -> None:
+        """Wait until a process is ready.
+
+        Raises: ConfigError when it cannot import a library, WorkerError when it ended.
+        """
+        self.prepare()
+        with self._lock:
+            decoder = self._idle[-1] if self._idle else None
+        if decoder is None:
+            return
+        try:
+            decoder.wait_until_ready()
+        except (OSError, EOFError) as error:
+            self._drop(decoder, has_failed=True)
+            raise WorkerError(
+                f"a media decoder ended with code {decoder.process.returncode} while it started",
+                where="media input",
+                fix="see `mingc doctor`",
+            ) from error
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """Run `run_task` in another process. The features have a `digest`.
 
-        Raises: RequestError also when the decoder crashes or takes too long, CapacityError after `close`.
+        Raises: RequestError also when the medium takes too long or crashes two processes, WorkerError when a process
+            does not answer or two are killed, CapacityError after `close` or when none can be started.
         """
+        try:
+            features = self._run(task, data)
+        except _ProcessDied as death:
+            log.warning(
+                "a media decoder ended by signal %d; the %s is decoded again", death.signal, task.kind
+            )
+            try:
+                features = self._run(task, data)
+            except _ProcessDied as again:
+                raise again.described(task) from again
+        if isinstance(features, Exception):
+            raise features
+        return features
+
+    def _run(self, task: MediaTask, data: bytes | memoryview) -> Features | Exception:
+        """The result, or the error that the process reports. Raises: _ProcessDied, WorkerError, ..."""
         decoder = self._take()
         try:
             features, is_reusable = decoder.run(task, data)
+        except TimeoutError as error:
+            self._replace(decoder)
+            log.error("media decoder %d does not answer; it was killed", decoder.process.pid)
+            raise WorkerError(
+                f"a media decoder did not answer for {decoder.patience_s:g} s",
+                where=task.where,
+                fix="send the request again",
+            ) from error
         except (OSError, EOFError) as error:
             self._replace(decoder, has_failed=True)
             raise self._explain(decoder.process.returncode, task) from error
@@ -96,8 +145,6 @@ class DecoderPool:
                 self._idle.append(decoder)
         if not is_kept:
             self._replace(decoder)
-        if isinstance(features, Exception):
-            raise features
         return features
 
     def close(self) -> None:
@@ -109,6 +156,11 @@ class DecoderPool:
             decoder.kill()
         for decoder in idle:
             self._drop(decoder)
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """See `MediaDecoder`."""
+        return stated_limits(self.max_bytes)
 
     @property
     def pids(self) -> list[int]:
@@ -128,7 +180,12 @@ class DecoderPool:
                 else:
                     decoder.end(has_failed=True)
                     self._all.discard(decoder)
-            found = found or self._new()
+            try:
+                found = found or self._new()
+            except OSError as error:
+                raise CapacityError(
+                    f"a media decoder cannot be started: {error}", code="overloaded"
+                ) from error
             self._prepare()
             return found
 
@@ -148,7 +205,7 @@ class DecoderPool:
 
     def _replace(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         self._drop(decoder, has_failed=has_failed)
-        self.start()
+        self.prepare()
 
     def _drop(self, decoder: _Decoder, *, has_failed: bool = False) -> None:
         decoder.end(has_failed=has_failed)
@@ -163,10 +220,24 @@ class DecoderPool:
         if code == -signal.SIGALRM:
             return too_large(f"decoding the {task.kind} took more than {self._timeout_s:g} s", task.where)
         if code is not None and code < 0:
-            return undecodable(
-                f"the {task.kind} ended its decoder by signal {-code}", task.where, "send another file"
-            )
+            return _ProcessDied(-code)
         return WorkerError(f"a media decoder exited with code {code}", where=task.where)
+
+
+class _ProcessDied(Exception):
+    """A signal ended a decoder process."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+    def described(self, task: MediaTask) -> Exception:
+        """The error when a second process died as well: a crash is the fault of the medium, a kill is not."""
+        if self.signal in _CRASHES:
+            return undecodable(
+                f"the {task.kind} ended two decoders by signal {self.signal}", task.where, "send another file"
+            )
+        return WorkerError(f"two media decoders were killed by signal {self.signal}", where=task.where)
 
 
 class _Decoder:
@@ -174,6 +245,9 @@ class _Decoder:
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
         self._socket, theirs = socket.socketpair()
+        self.patience_s = timeout_s + _GRACE_S
+        self._socket.settimeout(self.patience_s)
+        self._is_ready = False
         with theirs, contextlib.ExitStack() as ours:
             ours.enter_context(self._socket)  # closed if the process cannot be started
             config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
@@ -193,7 +267,11 @@ class _Decoder:
             ours.pop_all()
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> tuple[Features | Exception, bool]:
-        """Returns features or an error, and whether to use the process again. Raises: OSError, EOFError if it ended."""
+        """Returns features or an error, and whether to use the process again.
+
+        Raises: OSError, EOFError if it ended; TimeoutError if it does not answer; ConfigError if it lacks a library.
+        """
+        self.wait_until_ready()
         send(self._socket, TaskHead(task=task, size=len(data)), data)
         digest = digest_of(task, data)  # while the process decodes
         head = receive(self._socket)
@@ -204,6 +282,15 @@ class _Decoder:
             return kind(message, **head["error"]), is_reusable
         arrays = [receive_array(self._socket, dtype, shape) for dtype, shape in head["arrays"]]
         return with_digest(unpack(head, arrays), digest), is_reusable
+
+    def wait_until_ready(self) -> None:
+        """Raises: ConfigError when the process cannot import a library, and what `run` raises."""
+        if self._is_ready:
+            return
+        head = receive(self._socket)
+        if "error" in head:
+            raise ConfigError(head["error"].pop("message"), **head["error"])
+        self._is_ready = True
 
     def kill(self) -> None:
         """End the process. The thread that waits for its reply gets an EOFError."""

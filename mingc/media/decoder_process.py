@@ -8,7 +8,6 @@ limits memory, an alarm limits the time of a task, and a crash ends only this pr
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import resource
 import signal
@@ -27,6 +26,7 @@ from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
 from mingc.host import large_arrays
 from mingc.media.decoding import run_task
+from mingc.media.libraries import LIBRARIES, load_library
 from mingc.media.limits import MIB
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaTask
@@ -153,13 +153,13 @@ def main() -> None:
     # A terminal sends these signals to the whole process group; the server decides when its decoders end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Libraries are loaded before memory is limited. The first medium that needs a missing one reports it.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("av")
-    with contextlib.suppress(ImportError):
-        importlib.import_module("cv2")
-    with contextlib.suppress(ImportError):
-        importlib.import_module("soundfile")
+    sock = socket.socket(fileno=config.socket)
+    try:
+        for module in LIBRARIES:  # before memory is limited
+            load_library(module)
+    except ConfigError as error:
+        send(sock, _error_head(error))
+        return
     Image.init()
     np.ones((256, 256), np.float32) @ np.ones((256, 256), np.float32)  # OpenBLAS takes its buffer of 32 MiB
     start = _data_bytes()
@@ -167,7 +167,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
-    with socket.socket(fileno=config.socket) as sock, contextlib.suppress(EOFError, ConnectionError):
+    with sock, contextlib.suppress(EOFError, ConnectionError):
+        send(sock, {"is_ready": True})
         while True:
             _serve_task(sock, config.timeout_s, start + _RETIRE_BYTES)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
 
 from mingc.media.audio import load_audio
 from mingc.media.image import load_image
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, too_large
+from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, stated_limits, too_large
 from mingc.media.video import load_video
 from mingc.prompts.features import Features, VideoFeatures
 from mingc.prompts.media_decoder import MediaTask
@@ -21,8 +22,16 @@ class InProcessDecoder:
     def __init__(self, max_bytes: int = DEFAULT_MEDIA_BYTES) -> None:
         self.max_bytes = max_bytes
 
-    def start(self) -> None:
+    def prepare(self) -> None:
         """Nothing to prepare."""
+
+    def start(self) -> None:
+        """Nothing to wait for: libraries are loaded at the first medium that needs them."""
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """See `MediaDecoder`."""
+        return stated_limits(self.max_bytes)
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """See `MediaDecoder`."""

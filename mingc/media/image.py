@@ -6,10 +6,13 @@ This module has the decoding, the two resize rules of the reference, the normali
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import math
+import struct
 import warnings
+import zlib
 from dataclasses import replace
 from functools import lru_cache
 
@@ -19,14 +22,17 @@ from PIL import ExifTags, Image
 
 from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
-from mingc.media.limits import MediaLimits, too_large, undecodable
+from mingc.media.formats import undecodable_file
+from mingc.media.limits import MAX_PIXELS, MediaLimits, too_large
 from mingc.prompts.features import VisionFeatures
 
 log = logging.getLogger("mingc.preprocess")
 MAX_ASPECT_RATIO = 200
 # Only formats that a library decodes: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
-_MAX_DECODED_PIXELS = 1 << 26  # 8192 × 8192, four times the maximum of the encoder
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_JPEG_FILLER = b"\x5a\xa5\x36" * 64
+_STRIP_ROWS = 64
 
 # Measured bytes per pixel while a file is decoded and converted to RGB: of these formats, of other formats in RGB and
 # in other modes, and of the coefficients of a progressive JPEG.
@@ -100,16 +106,59 @@ def _formats() -> list[str]:
 def open_image(data: bytes, where: str) -> Image.Image:
     """Read the header of an image. Raises: RequestError for an unknown format, damaged bytes, or too many pixels."""
     try:
-        with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
-            image = Image.open(io.BytesIO(data), formats=_formats())
+        image = _open(data)
     except MemoryError:
         raise
     except Image.DecompressionBombError as error:
         raise _too_many_pixels(str(error), where) from error
     except Exception as error:  # Pillow's parsers raise many types on damaged bytes
         raise _not_an_image(data, where, error) from error
-    if image.width * image.height > _MAX_DECODED_PIXELS:
+    if image.width * image.height > MAX_PIXELS:
         raise _too_many_pixels(f"{image.width}×{image.height} pixels", where)
+    return image
+
+
+def _open(data: bytes) -> Image.Image:
+    """Read the header of an image; a PNG whose notes are damaged is read without them."""
+    with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
+        try:
+            return Image.open(io.BytesIO(data), formats=_formats())
+        except Exception:
+            if not data.startswith(_PNG_SIGNATURE):
+                raise
+            return Image.open(io.BytesIO(_bare_png(data)), formats=["PNG"])
+
+
+def _bare_png(data: bytes) -> bytes:
+    """A PNG without what its pixels do not need, except sound EXIF data, which turn it."""
+    chunks = [_PNG_SIGNATURE]
+    start = len(_PNG_SIGNATURE)
+    while start + 12 <= len(data):
+        size, name = struct.unpack_from(">I4s", data, start)
+        chunk = data[start : start + 12 + size]
+        is_sound = zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")
+        if name[0:1].isupper() or (name == b"eXIf" and is_sound):
+            chunks.append(chunk)
+        start += len(chunk)
+    return b"".join(chunks)
+
+
+def _jpeg_without_end(data: bytes) -> Image.Image:
+    """Decode a JPEG that lacks its end marker. Raises: ValueError when it lacks more, and what Pillow raises.
+
+    What follows complete data changes no pixel. After a cut it becomes pixels. A progressive picture that is cut
+    exactly between two scans is complete, in a lower quality.
+    """
+    digests = set()
+    data = data.removesuffix(b"\xff")  # half of the end marker
+    for follows in (b"", _JPEG_FILLER):
+        image = Image.open(io.BytesIO(data + follows + b"\xff\xd9"), formats=["JPEG"])
+        digest = hashlib.sha256()
+        for top in range(0, image.height, _STRIP_ROWS):  # a copy of all pixels is not planned for
+            digest.update(image.crop((0, top, image.width, min(top + _STRIP_ROWS, image.height))).tobytes())
+        digests.add(digest.digest())
+    if len(digests) > 1:
+        raise ValueError("the JPEG is cut")
     return image
 
 
@@ -117,15 +166,17 @@ def _too_many_pixels(found: str, where: str) -> RequestError:
     return too_large(
         f"the image is too large to decode: {found}",
         where,
-        f"shrink it to about 1024×1024 pixels; at most {_MAX_DECODED_PIXELS} are decoded",
+        f"shrink it to about 1024×1024 pixels; at most {MAX_PIXELS} are decoded",
     )
 
 
 def _not_an_image(data: bytes, where: str, error: Exception) -> RequestError:
-    return undecodable(
-        f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
+    return undecodable_file(
+        data,
+        "image",
         where,
-        f"send a complete file of 8 or 16 bits a colour in one of the formats {', '.join(_formats())}",
+        what=f"{len(data)} bytes cannot be decoded as an image ({type(error).__name__})",
+        fix=f"send a complete file of 8 or 16 bits a colour in one of the formats {', '.join(_formats())}",
     )
 
 
@@ -182,7 +233,15 @@ def decode_image(data: bytes, where: str) -> NDArray[np.uint8]:
 
 def _decode(image: Image.Image, data: bytes, where: str) -> Image.Image:
     try:
-        return _to_rgb(image)
+        try:
+            return _to_rgb(image)
+        except (OSError, ValueError):
+            image.close()  # frees its pixels
+            if image.format in ("JPEG", "MPO"):
+                return _to_rgb(_jpeg_without_end(data))
+            if image.format == "PNG":
+                return _to_rgb(Image.open(io.BytesIO(_bare_png(data)), formats=["PNG"]))
+            raise
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise many types on damaged bytes

@@ -11,6 +11,10 @@ from mingc.errors import RequestError
 
 MIB = 1 << 20
 DEFAULT_MEDIA_BYTES = 384 * MIB
+MAX_PIXELS = (
+    1 << 26
+)  # of a picture or a frame as it is sent: 8192 × 8192, four times the maximum of the encoder
+MAX_VIDEO_FRAMES = 1 << 18  # in a file: 2.4 hours at 30 a second
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,16 @@ class MediaLimits:
                 f"{what} takes {-(-num_bytes // MIB)} MiB of memory; {self.max_bytes // MIB} MiB are left for it",
                 where,
             )
+
+
+def stated_limits(max_bytes: int) -> dict[str, int]:
+    """See `MediaDecoder.limits`."""
+    return {
+        "decoding_bytes": max_bytes,
+        "image_pixels": MAX_PIXELS,
+        "frame_pixels": MAX_PIXELS,
+        "video_frames": MAX_VIDEO_FRAMES,
+    }
 
 
 def too_large(what: str, where: str, fix: str | None = None) -> RequestError:

@@ -1,14 +1,15 @@
 """Encoded videos → patch rows and timestamps (spec: vision.md §2).
 
 PyAV decodes and converts colours, OpenCV resizes; both are imported at the first video. All steps after the conversion
-follow the reference. Before a frame is decoded, the headers give an estimate of the memory. Frames are decoded, resized
+follow the reference, which assumes a constant rate; where frames come at other times, the same rule is applied to their
+times. Before a frame is decoded, the headers give an estimate of the memory. Frames are decoded, resized
 and written one at a time.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,20 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
-from mingc.errors import ConfigError, RequestError
+from mingc.errors import RequestError
 from mingc.media.containers import open_container, pixel_limit
+from mingc.media.formats import undecodable_file
 from mingc.media.image import PatchWriter, check_aspect, check_grid, load_size
-from mingc.media.limits import MediaLimits, too_large, undecodable
+from mingc.media.libraries import load_library
+from mingc.media.limits import MAX_PIXELS, MAX_VIDEO_FRAMES, MediaLimits, too_large, undecodable
 from mingc.prompts.conversation import VideoParams
 from mingc.prompts.features import VideoFeatures
 
 _BUDGET_SLACK = 1.05  # the largest size of a frame is at least so many times the smallest
-_MAX_SOURCE_FRAMES = 1 << 18  # 2.4 hours at 30 a second
-_MAX_FRAME_PIXELS = 1 << 26
 _MIN_HELD_FRAMES = 4  # a decoder holds at least the current frame, references, and the returned frame
 _USUAL_HELD_FRAMES = 18  # with all references that a format allows; every further thread holds one more
 _MAX_THREADS = 8
+_FIX = "send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)"
+_NO_TIME = -(1 << 62)
 _FALLBACK_BITS = 24  # per pixel, if the header has no format: 10 bits, 4:2:0
+_MAX_JITTER_S = (
+    0.05  # frames this close to a constant rate have that rate; the prompt states tenths of a second
+)
 _SIDE_BYTES = 0.5  # per pixel, for the motion vectors of a decoder
 
 
@@ -41,6 +47,11 @@ class FrameSource(Protocol):
 
     @property
     def fps(self) -> float: ...
+
+    @property
+    def times(self) -> NDArray[np.float64] | None:
+        """(num_frames + 1,) seconds: when each frame is shown, from 0 on, and the end; None for a constant rate."""
+        ...
 
     @property
     def size(self) -> tuple[int, int]:
@@ -63,23 +74,12 @@ def _undecodable(where: str, what: str) -> RequestError:
     return undecodable(
         f"the video cannot be decoded: {what}",
         where,
-        "send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)",
+        _FIX,
     )
 
 
-def _import_library(module: str, name: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"video input needs {name}, which is not installed",
-            where="video input",
-            fix="pip install 'mingc[serve]'",
-        ) from error
-
-
 def _import_cv2() -> Any:
-    cv2 = _import_library("cv2", "OpenCV")
+    cv2 = load_library("cv2")
     # Requests are already prepared in parallel; threads inside one resize would oversubscribe the CPU.
     cv2.setNumThreads(1)
     return cv2
@@ -98,15 +98,30 @@ def resize_frame(frame: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 
 def sample_frames(
-    source_frames: int, source_fps: float, *, fps: float, max_frames: int
+    source_frames: int,
+    source_fps: float,
+    *,
+    fps: float,
+    max_frames: int,
+    source_times: NDArray[np.float64] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Indices of the sampled frames and their times in seconds.
+    """Indices of the sampled frames and their times in seconds. `source_times`: see `FrameSource.times`.
 
     The lower of the two rates sets how many frames are sampled, evenly from the first to the last. Times advance at the
-    resulting rate.
+    resulting rate. With `source_times`, "evenly" is meant in time, and a frame may be sampled several times; if all
+    frames are sampled, each has its own time. For a constant rate both ways give the same.
     """
+    if source_times is not None:
+        source_fps = source_frames / float(source_times[-1])
     duration = source_frames / source_fps
     count = max(1, min(max_frames, int(duration * min(fps, source_fps) + 0.5)))
+    if source_times is not None:
+        starts = source_times[:-1]
+        if count == source_frames:
+            return list(range(count)), starts.tolist()
+        shown = np.linspace(0, duration * (1 - 1 / source_frames), count)
+        found = np.searchsorted(starts, shown, side="right") - 1
+        return found.tolist(), [index * duration / count for index in range(count)]
     indices = np.linspace(0, source_frames - 1, count).astype(np.int64).tolist()
     return indices, [index * duration / count for index in range(count)]
 
@@ -159,6 +174,7 @@ def sample_video(
         source.fps,
         fps=parameters.video_fps if params.fps is None else params.fps,
         max_frames=parameters.video_max_frames if params.max_frames is None else params.max_frames,
+        source_times=source.times,
     )
     missing = -len(indices) % parameters.temporal_patch_size
     indices, times = indices + indices[-1:] * missing, times + times[-1:] * missing
@@ -208,12 +224,14 @@ class _EncodedVideo:
     def __init__(self, av: Any, data: bytes, where: str, limits: MediaLimits) -> None:
         self._av = av
         self._data = data
-        self._max_pixels = min(_MAX_FRAME_PIXELS, limits.max_bytes // (3 + _MIN_HELD_FRAMES))
+        self._max_pixels = min(MAX_PIXELS, limits.max_bytes // (3 + _MIN_HELD_FRAMES))
         self._num_threads = 1
         with self._open() as container:
             if not container.streams.video:
-                raise _undecodable(where, "it has no video track")
-            stream = container.streams.video[0]
+                raise undecodable_file(
+                    data, "video", where, what="the video cannot be decoded: it has no video track", fix=_FIX
+                )
+            stream = self._stream(container)
             context = stream.codec_context
             if context is None:
                 raise _undecodable(where, "its codec is unknown")
@@ -227,15 +245,25 @@ class _EncodedVideo:
                 raise _undecodable(where, "it has no frame size")
             bits = _FALLBACK_BITS if context.format is None else context.format.padded_bits_per_pixel
             self._frame_bytes = int(width * height * (bits / 8 + _SIDE_BYTES))
-            count = 0
+            starts, durations, dts = array("q"), array("q"), array("q")
             for packet in container.demux(stream):
-                count += packet.size > 0
-                if count > _MAX_SOURCE_FRAMES:
-                    raise too_large(f"the video has more than {_MAX_SOURCE_FRAMES} frames", where)
+                if packet.size == 0 or packet.is_discard:
+                    continue
+                if len(starts) == MAX_VIDEO_FRAMES:
+                    raise too_large(f"the video has more than {MAX_VIDEO_FRAMES} frames", where)
+                start = packet.dts if packet.pts is None else packet.pts
+                starts.append(_NO_TIME if start is None else start)
+                durations.append(packet.duration or 0)
+                dts.append(starts[-1] if packet.dts is None else packet.dts)
             self.fps = float(stream.average_rate or stream.guessed_rate or 0)
-        if count == 0 or self.fps <= 0:
+            self._time_base = float(stream.time_base or 0)
+            # Of the container, which may be longer than its video.
+            self._end_s = ((container.start_time or 0) + (container.duration or 0)) / av.time_base
+        self.num_frames = len(starts)
+        if not starts or self.fps <= 0:
             raise _undecodable(where, "it has no frames or no frame rate")
-        self.num_frames = count
+        is_in_order = bool((np.diff(dts) >= 0).all())  # else the clock was set back, as between joined files
+        self.times = self._frame_times(starts, durations) if is_in_order else None
         self.size = (height, width)
 
     def plan(self, num_bytes: int, limits: MediaLimits, where: str) -> None:
@@ -252,7 +280,7 @@ class _EncodedVideo:
         last = wanted[-1]
         chosen = frozenset(wanted)
         with self._open() as container:
-            stream = container.streams.video[0]
+            stream = self._stream(container)
             stream.thread_type = "AUTO" if self._num_threads > 1 else "SLICE"
             stream.codec_context.thread_count = self._num_threads
             # FFmpeg checks this for every frame: a later frame may be larger than the header says.
@@ -265,15 +293,44 @@ class _EncodedVideo:
                     return
 
     def count_decodable(self) -> None:
-        """Decode all frames, and set the number of frames to their number."""
+        """Decode all frames, and set the number of frames to their number, and the times to theirs."""
         with self._open() as container:
-            stream = container.streams.video[0]
+            stream = self._stream(container)
             stream.codec_context.options = pixel_limit(self._max_pixels)
             stream.codec_context.thread_count = self._num_threads
-            self.num_frames = sum(1 for _ in container.decode(stream))
+            starts, durations = array("q"), array("q")
+            for frame in container.decode(stream):
+                starts.append(_NO_TIME if frame.pts is None else frame.pts)
+                durations.append(frame.duration or 0)
+        self.num_frames = len(starts)
+        self.times = self._frame_times(starts, durations) if starts and self.times is not None else None
+
+    def _frame_times(self, starts: array[int], durations: array[int]) -> NDArray[np.float64] | None:
+        """See `FrameSource.times`. `starts`, `durations`: of all frames in any order, in the stream's time base."""
+        ordered = np.sort(np.asarray(starts, dtype=np.int64))
+        if ordered[0] == _NO_TIME:
+            return None
+        last = int(np.argmax(starts))
+        last_s = durations[last] * self._time_base
+        # Durations are those of the order of decoding, so the last frame may have that of another.
+        if (left_s := self._end_s - starts[last] * self._time_base) > 0:
+            last_s = min(last_s, left_s)
+        times = np.append(ordered - ordered[0], 0) * self._time_base
+        times[-1] = times[-2] + (last_s or 1 / self.fps)
+        jitter = np.abs(times - np.arange(len(times)) / self.fps).max()
+        return None if jitter <= min(_MAX_JITTER_S, 0.5 / self.fps) else times
+
+    def _stream(self, container: Any) -> Any:
+        """The video track that FFmpeg prefers: no cover picture if there is another one."""
+        return container.streams.best("video") or container.streams.video[0]
 
     def _open(self) -> Any:
         return open_container(self._av, self._data, max_pixels=self._max_pixels)
+
+
+def open_video(data: bytes, where: str, limits: MediaLimits) -> _EncodedVideo:
+    """The frames of an encoded video, not decoded yet. Raises: RequestError; av.FFmpegError for damaged bytes."""
+    return _EncodedVideo(load_library("av"), data, where, limits)
 
 
 def load_video(
@@ -292,7 +349,7 @@ def load_video(
         params.max_frames is not None and params.max_frames < 1
     ):
         raise RequestError("fps and max_frames of a video must be positive", where=where, param=where)
-    av = _import_library("av", "PyAV")
+    av = load_library("av")
     _import_cv2()
     limits = limits or MediaLimits()
     try:
@@ -306,7 +363,8 @@ def load_video(
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError, IndexError) as error:
-        raise _undecodable(where, f"{len(data)} bytes ({type(error).__name__})") from error
+        what = f"the video cannot be decoded: {len(data)} bytes ({type(error).__name__})"
+        raise undecodable_file(data, "video", where, what=what, fix=_FIX) from error
     if video is None:
         raise _undecodable(where, "no frame could be decoded")
     return video

@@ -6,7 +6,7 @@ The format follows the reference's processor, not the tokenizer's jinja template
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, Message, ToolCall, VideoParams
+from mingc.prompts.conversation import MediaKind, MediaPart, Message, ToolCall, VideoParams
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
-from mingc.prompts.media_decoder import MediaDecoder, MediaTask
+from mingc.prompts.media_decoder import NO_SOUND, MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
@@ -96,22 +96,26 @@ class ChatProcessor:
         """
         check_messages(messages)
         self._check_length(messages)
+        video = video or VideoParams()
         left = _Left(
             num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
             num_tokens=0,
-            num_media=sum(isinstance(part, MediaPart) for message in messages for part in message.parts),
+            num_media=sum(
+                len(_kinds(part, video))
+                for message in messages
+                for part in message.parts
+                if isinstance(part, MediaPart)
+            ),
         )
         if left.num_media:
-            num_text = len(self._write(messages, thinking, lambda part: None).ids)
+            num_text = len(self._write(messages, thinking, lambda part: ()).ids)
             left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
-        return self._finish(
-            self._write(messages, thinking, lambda part: self._features(part, video or VideoParams(), left))
-        )
+        return self._finish(self._write(messages, thinking, lambda part: self._features(part, video, left)))
 
     def _write(
-        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Features | None]
+        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Iterable[Features]]
     ) -> PromptWriter:
-        """Write all texts, and the media that `decode` does not leave out."""
+        """Write all texts, and the media that `decode` gives."""
         system = [message.text for message in messages if message.role == "system"]
         text = "\n".join(system) if system else self._thinker.default_system_text
         suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
@@ -132,7 +136,7 @@ class ChatProcessor:
                     call = f'{{"name": {name}, "arguments": {part.arguments}}}'
                     self._write_tagged(writer, "\n" if place else "", "tool_call", call)
                 elif isinstance(part, MediaPart):
-                    if (features := decode(part)) is not None:
+                    for features in decode(part):
                         writer.media(features)
                 else:
                     writer.text(part.text)
@@ -154,23 +158,26 @@ class ChatProcessor:
         writer.text(f"\n{text}\n")
         writer.token(self._tokenizer.token_id(f"</{tag}>"))
 
-    def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
-        features = self._decode(part, video, left)
-        left.num_bytes -= features.num_bytes
-        left.num_tokens -= _num_tokens(features, self.merge_size)
-        left.num_media -= 1
-        return features
+    def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Iterator[Features]:
+        for kind in _kinds(part, video):
+            features = self._decode(part, kind, video, left)
+            left.num_media -= 1
+            if features is not None:
+                left.num_bytes -= features.num_bytes
+                left.num_tokens -= _num_tokens(features, self.merge_size)
+                yield features
 
-    def _decode(self, part: MediaPart, video: VideoParams, left: _Left) -> Features:
+    def _decode(self, part: MediaPart, kind: MediaKind, video: VideoParams, left: _Left) -> Features | None:
+        """Decode a part; None for the sound of a silent video."""
         if not isinstance(part.data, str | bytes | memoryview):
             return part.data
         assert not isinstance(part.data, str), "the server loads references"
-        is_audio = part.kind == "audio"
+        is_audio = kind == "audio"
         task = MediaTask(
-            kind=part.kind,
+            kind=kind,
             where=part.where,
-            vision=None if is_audio else _require_encoder(self._vision, part),
-            audio=_require_encoder(self._audio, part) if is_audio else None,
+            vision=None if is_audio else _require_encoder(self._vision, kind, part.where),
+            audio=_require_encoder(self._audio, kind, part.where) if is_audio else None,
             video=video,
             max_pixels=part.max_pixels,
             max_bytes=left.num_bytes,
@@ -181,7 +188,12 @@ class ChatProcessor:
             raise RequestError(
                 "this service decodes no media", where=part.where, fix="send text only", param=part.where
             )
-        return self._decoder.run(task, part.data)
+        try:
+            return self._decoder.run(task, part.data)
+        except RequestError as error:
+            if error.code == NO_SOUND and part.kind == "video":
+                return None
+            raise
 
     def _check_length(self, messages: Sequence[Message]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
@@ -233,13 +245,19 @@ def _too_long(found: str, max_tokens: int) -> RequestError:
     )
 
 
-def _require_encoder(parameters: _Parameters | None, part: MediaPart) -> _Parameters:
+def _kinds(part: MediaPart, video: VideoParams) -> Sequence[MediaKind]:
+    """What is decoded from a part, in the order of the prompt; the official code has no rule for sound of videos."""
+    has_sound = part.kind == "video" and video.use_audio and isinstance(part.data, bytes | memoryview)
+    return ("video", "audio") if has_sound else (part.kind,)
+
+
+def _require_encoder(parameters: _Parameters | None, kind: MediaKind, where: str) -> _Parameters:
     if parameters is None:
         raise RequestError(
-            f"this model was exported without an encoder for {part.kind} input",
-            where=part.where,
-            fix=f"leave the {part.kind} out, or serve an artifact that has the encoder",
-            param=part.where,
+            f"this model was exported without an encoder for {kind} input",
+            where=where,
+            fix=f"leave the {kind} out, or serve an artifact that has the encoder",
+            param=where,
             code="unsupported_modality",
         )
     return parameters

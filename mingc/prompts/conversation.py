@@ -81,10 +81,14 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoParams:
-    """Frame sampling and size limits of videos. None selects the artifact's default."""
+    """Frame sampling and size limits of videos. None selects the artifact's default.
+
+    `use_audio`: whether the sound of a video follows it in the prompt, as if it were a clip after the video.
+    """
 
     fps: float | None = None
     max_frames: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
+    use_audio: bool = False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
 from mingc.prompts.features import Features
+
+NO_SOUND = "no_audio_track"  # code of the error for a file without sound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +45,17 @@ class MediaDecoder(Protocol):
         """Most host memory for the media of one prompt, including the medium that is being decoded."""
         ...
 
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Limits of files, for clients, as docs/http-api.md names them."""
+        ...
+
+    def prepare(self) -> None:
+        """Begin to prepare for the first medium; does not wait."""
+        ...
+
     def start(self) -> None:
-        """Prepare for the first medium."""
+        """Wait until the first medium can be decoded. Raises: ConfigError when a library is missing."""
         ...
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:

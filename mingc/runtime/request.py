@@ -195,6 +195,7 @@ class ServiceInfo:
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
     aliases: tuple[str, ...] = ()
     artifact: str = ""  # hash of its manifest
+    media_limits: Mapping[str, float] = field(default_factory=dict)  # docs/http-api.md has their names
 
     @property
     def names(self) -> tuple[str, ...]:

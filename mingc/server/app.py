@@ -87,13 +87,17 @@ def _information_routes(state: ServerState) -> list[Route]:
     created = int(time.time())
 
     async def models(request: Request) -> Response:
-        return _json(ModelList([model_object(service.info, created, name) for name in service.info.names]))
+        return _json(
+            ModelList(
+                [model_object(service.info, state.options, created, name) for name in service.info.names]
+            )
+        )
 
     async def model(request: Request) -> Response:
         name = str(request.path_params["model"])
         if name not in service.info.names:
             raise unknown_model(name, service.info)
-        return _json(model_object(service.info, created, name))
+        return _json(model_object(service.info, state.options, created, name))
 
     async def voices(request: Request) -> Response:
         return _json(VoiceList(voices=list(service.info.voices), default=service.info.default_voice))

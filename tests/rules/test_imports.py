@@ -355,7 +355,13 @@ def package_of(module: str) -> str:
 
 _IMPORTERS = ("import_module", "__import__", "run_module")
 # Files that import what a caller or another distribution names.
-_IMPORT_BY_NAME = ("mingc", "mingc.cli", "mingc.plugins", "mingc.media.video", "mingc.host.tensorrt_library")
+_IMPORT_BY_NAME = (
+    "mingc",
+    "mingc.cli",
+    "mingc.plugins",
+    "mingc.media.libraries",
+    "mingc.host.tensorrt_library",
+)
 
 
 def constant_text(node: ast.expr, constants: dict[str, str]) -> str | None:

@@ -49,7 +49,7 @@ from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, StageGraph, StageNode
 from mingc.artifacts.target import Host
-from mingc.errors import CapacityError, MingcError
+from mingc.errors import CapacityError, ConfigError, MingcError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
@@ -738,6 +738,26 @@ def test_rank_and_decoder_processes_end_when_a_part_after_them_fails(
         with pytest.raises(MemoryError, match="far enough"):
             opened()
     assert sorted(ended) == ["decoders", "ranks"]
+
+
+@pytest.mark.parametrize("has_encoders", [True, False])
+def test_a_service_that_lacks_a_library_of_its_decoders_is_not_opened(
+    has_encoders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without encoders, which would end the decoders: the extra `serve` is whole, or the server does not start."""
+    ended: list[str] = []
+
+    def lacking(self: InProcessDecoder) -> None:
+        raise ConfigError("av cannot be imported")
+
+    with build(manifest(), EngineOptions(), monkeypatch) as opened, monkeypatch.context() as patch:
+        patch.setattr(InProcessDecoder, "close", lambda self: ended.append("decoders"))
+        patch.setattr(InProcessDecoder, "start", lacking)
+        if not has_encoders:
+            patch.setattr(builder, "find_chat_stages", lambda manifest: None)
+        with pytest.raises(ConfigError, match="av cannot be imported"):
+            opened()
+    assert ended == ["decoders"]
 
 
 CHANGES = [

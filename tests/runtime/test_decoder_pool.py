@@ -161,21 +161,83 @@ def test_a_file_that_takes_too_long_ends_its_process_only() -> None:
         pool.close()
 
 
-def test_a_crash_is_an_error_of_the_request() -> None:
-    pool = DecoderPool()
+def kill_the_next(monkeypatch: pytest.MonkeyPatch, number: int, count: int) -> None:
+    """The next `count` decoder processes get a signal when they get a medium."""
+    run, pending = decoder_pool._Decoder.run, [number] * count
+
+    def run_and_kill(self: Any, task: MediaTask, data: bytes) -> Any:
+        self.wait_until_ready()
+        if pending:
+            os.kill(self.process.pid, pending.pop())
+            if number != signal.SIGSTOP:
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return run(self, task, data)
+
+    monkeypatch.setattr(decoder_pool._Decoder, "run", run_and_kill)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGUSR1])
+def test_a_medium_whose_decoder_is_killed_is_decoded_by_another(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_the_next(monkeypatch, number, 1)
+    pool, data = DecoderPool(), png(noise_image(64, 64))
+    try:
+        assert np.array_equal(pool.run(IMAGE, data).patches, run_task(IMAGE, data).patches)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "status"), [(signal.SIGKILL, WorkerError, 500), (signal.SIGSEGV, RequestError, 400)]
+)
+def test_a_medium_that_crashes_two_decoders_is_refused_and_two_kills_are_the_fault_of_the_server(
+    number: signal.Signals,
+    kind: type[RequestError | WorkerError],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kill_the_next(monkeypatch, number, 2)
+    pool, data = DecoderPool(), png(noise_image(64, 64))
+    try:
+        with pytest.raises(kind, match=f"by signal {number}") as caught:
+            pool.run(IMAGE, data)
+        assert (type(caught.value), caught.value.status, caught.value.where) == (kind, status, WHERE)
+        pool.run(IMAGE, data)
+    finally:
+        pool.close()
+
+
+def test_a_decoder_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process gets no SIGALRM."""
+    monkeypatch.setattr(decoder_pool, "_GRACE_S", 0.2)
+    kill_the_next(monkeypatch, signal.SIGSTOP, 1)
+    pool, data = DecoderPool(timeout_s=2.0), png(noise_image(64, 64))
     try:
         pool.start()
         (pid,) = pool.pids
-        os.kill(pid, signal.SIGSTOP)
-        crash = threading.Timer(0.2, lambda: (os.kill(pid, signal.SIGSEGV), os.kill(pid, signal.SIGCONT)))
-        crash.start()
-        with pytest.raises(RequestError, match="by signal 11") as caught:
-            pool.run(IMAGE, png(noise_image(64, 64)))
-        crash.join()
-        assert (caught.value.code, caught.value.param) == ("undecodable_media", WHERE)
-        pool.run(IMAGE, png(noise_image(64, 64)))
+        with pytest.raises(WorkerError, match=r"did not answer for 2\.2 s") as caught:
+            pool.run(IMAGE, data)
+        assert caught.value.status == 500
+        assert not Path(f"/proc/{pid}").exists()
+        pool.run(IMAGE, data)
     finally:
         pool.close()
+
+
+def test_a_pool_does_not_start_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """soundfile is there, its cffi is not: nothing would play clips but a slower library."""
+    (tmp_path / "soundfile.py").write_text("raise ModuleNotFoundError(\"No module named 'cffi'\")")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    lacking = DecoderPool()
+    try:
+        with pytest.raises(
+            ConfigError, match="soundfile cannot be imported: No module named 'cffi'"
+        ) as caught:
+            lacking.start()
+        assert "pip install 'mingc[serve]'" in str(caught.value.fix)
+    finally:
+        lacking.close()
 
 
 def test_a_bug_of_the_decoder_is_no_fault_of_the_client() -> None:
@@ -249,7 +311,7 @@ def test_a_process_that_cannot_be_replaced_takes_no_answer_with_it(
             patch.setattr(decoder_pool._Decoder, "run", run_and_retire)
             patch.setattr(decoder_pool.subprocess, "Popen", refuse)
             if ends == "crashes":
-                with pytest.raises(RequestError, match="by signal 11"):
+                with pytest.raises(CapacityError, match=r"cannot be started: .*unavailable"):
                     pool.run(IMAGE, data)
             else:
                 pool.run(IMAGE, data)
@@ -356,6 +418,9 @@ class Answering:
 
     def run(self, task: MediaTask, data: bytes) -> Any:
         return decoder_pool._Decoder.run(self, task, data)  # type: ignore[arg-type]
+
+    def wait_until_ready(self) -> None:
+        pass
 
     def kill(self) -> None:
         self.ended.append(True)

@@ -67,6 +67,12 @@ def test_all_sampling_fields() -> None:
     )  # fmt: skip
     assert (call.stream, call.include_usage, call.thinking) == (True, True, True)
     assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)
+    for value, expected in (
+        ({}, False),
+        ({"use_audio_in_video": False}, False),
+        ({"use_audio_in_video": True}, True),
+    ):
+        assert chat(mm_processor_kwargs=value).video == VideoParams(use_audio=expected)
 
 
 def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
@@ -395,6 +401,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [1] * 17}, "stop_token_ids", "at most 16"),
     ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking", "a boolean"),
     ({"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs.tone", "Unknown"),
+    ({"mm_processor_kwargs": {"fps": 1}}, "mm_processor_kwargs.fps", "Unknown"),
     ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradicts"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
@@ -723,7 +730,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "add_special_tokens": ([False], True),
     "chat_template": ([], ""),
     "documents": ([[]], [{}]),
-    "mm_processor_kwargs": ([{}], {"fps": 1}),
     "return_token_ids": ([False], True),
     "return_tokens_as_token_ids": ([False], True),
 }
@@ -763,8 +769,8 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "model", "messages", "images", "audios", "videos", "modalities", "audio", "stream", "stream_options",
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
-        "video_fps",
-        "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
+        "video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
+        "mm_processor_kwargs",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 

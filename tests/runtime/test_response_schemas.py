@@ -21,6 +21,7 @@ from mingc.server.http.response_schemas import (
     speech_done,
     sse,
 )
+from mingc.server.options import ServeOptions
 
 Json = dict[str, Any]
 
@@ -149,7 +150,7 @@ def test_the_object_of_a_model() -> None:
         has_audio_input=False,
         has_speech=True,
     )
-    assert document(model_object(info, 7, "alias")) == {
+    assert document(model_object(info, ServeOptions(), 7, "alias")) == {
         "id": "alias",
         "object": "model",
         "created": 7,

@@ -139,6 +139,16 @@ def test_health_shows_the_token_limits() -> None:
         assert (health["max_model_len"], health["max_total_tokens"]) == (4096, 16384)
 
 
+def test_health_and_models_show_the_limits_of_media() -> None:
+    limits = {"image_pixels": 1 << 26, "clip_seconds": 300.0}
+    shown = {"request_bytes": ServeOptions().max_media_bytes, **limits}
+    for client in start(info=replace(INFO, media_limits=limits)):
+        assert client.http.get("/health").json()["media_limits"] == shown
+        assert [each["media_limits"] for each in client.http.get("/v1/models").json()["data"]] == [shown]
+    for client in start():
+        assert "media_limits" not in client.http.get("/health").json()
+
+
 def test_a_service_that_is_not_ready() -> None:
     for client in start(ready=False):
         assert client.http.get("/health").status_code == 503

@@ -124,3 +124,11 @@ def wav(samples: NDArray[Any], rate: int, *, subtype: str = "FLOAT") -> bytes:
 
 def noise_image(height: int, width: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def greys(pixels: np.ndarray, grid: tuple[int, int, int]) -> list[int]:
+    """Grey level of each frame of a video of flat frames."""
+    parameters = vision_parameters()
+    rows = pixels.reshape(grid[0], -1, 3, parameters.temporal_patch_size, parameters.patch_size**2)
+    level = rows[:, 0, 0, :, 0].reshape(-1) * parameters.image_std[0] + parameters.image_mean[0]
+    return [round(float(value) * 255) for value in level]

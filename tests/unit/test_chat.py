@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from media_ffmpeg import PATTERNS, video
 from PIL import Image
 from preprocess_data import (
     audio_parameters,
@@ -437,6 +438,32 @@ def test_media_without_an_encoder_are_refused(kind: str) -> None:
         chat.prepare([user(image_part("m", kind))])
     assert (caught.value.param, caught.value.code) == ("m", "unsupported_modality")
     assert chat.prepare([user("Hello")])[0].num_tokens > 10
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_sound_of_a_video_follows_it_only_if_asked_for(is_silent: bool) -> None:
+    tone = (0.3 * np.sin(np.arange(32000) / 9)).astype(np.float32)
+    data = video(PATTERNS["12 fps"], sound=None if is_silent else tone)
+    film = MediaPart(kind="video", data=data, where="a")
+    messages = [Message(role="user", parts=(film, TextPart(text="What is said?")))]
+    plain = processor().prepare(messages, video=VideoParams(min_pixels=4096))
+    heard = processor().prepare(messages, video=VideoParams(min_pixels=4096, use_audio=True))
+    tags = [[tag for tag in specials(each.tokens.input_ids) if "audio" in tag] for each in (plain, heard)]
+    assert not plain.media.audio and not tags[0]
+    if is_silent:
+        assert heard.tokens.input_ids.tolist() == plain.tokens.input_ids.tolist()
+        return
+    (clip,) = heard.media.audio
+    assert clip.num_tokens == load_audio(data, audio_parameters(), "a").num_tokens >= 50
+    text = decoded(heard.tokens)
+    assert (
+        text.index("</video>") < text.index("<audio>") < text.index("</audio>") < text.index("What is said?")
+    )
+    assert "</video><audio>" in text
+    assert (
+        decoded(plain.tokens)
+        == text[: text.index("<audio>")] + text[text.index("</audio>") + len("</audio>") :]
+    )
 
 
 def test_each_medium_is_decoded_with_the_limits_that_are_left_for_it() -> None:

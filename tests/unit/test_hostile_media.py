@@ -284,8 +284,8 @@ def test_a_long_sound_in_a_video_is_not_decoded_to_its_end(monkeypatch: pytest.M
     decoded = []
 
     class Resampler:
-        def __init__(self, **how: Any) -> None:
-            self._real = real(**how)
+        def __init__(self, *how: Any) -> None:
+            self._real = real(*how)
 
         def resample(self, frame: Any) -> Any:
             decoded.append(frame.samples)
@@ -325,4 +325,4 @@ def test_sounds_of_many_channels_decode_with_pyav(channels: int, monkeypatch: py
     samples[:, 0] = np.sin(np.arange(2000) / 9)
     wave = decode_audio(wav(samples, 16000), WHERE, max_seconds=2)
     assert wave.sample_rate == 16000
-    np.testing.assert_array_equal(wave.samples, samples[:, 0])
+    np.testing.assert_allclose(wave.samples, samples[:, 0] / channels, atol=1e-6)

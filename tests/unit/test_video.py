@@ -14,11 +14,12 @@ import av
 import cv2
 import numpy as np
 import pytest
-from preprocess_data import document, noise_image, tensors, vision_parameters
+from preprocess_data import document, greys, noise_image, tensors, vision_parameters, wav
 
 from conformance.preprocess import DecodedFrames
 from mingc.errors import ConfigError, RequestError
 from mingc.media import video as video_module
+from mingc.media.audio import decode_audio
 from mingc.media.limits import MediaLimits
 from mingc.media.video import (
     frame_size,
@@ -49,14 +50,6 @@ def encode(frames: list[np.ndarray], fps: int, *, container: str = "matroska", c
             output.mux(stream.encode(picture))
         output.mux(stream.encode())
     return file.getvalue()
-
-
-def greys(pixels: np.ndarray, grid: tuple[int, int, int]) -> list[int]:
-    """Grey level of each frame of a video of flat frames."""
-    parameters = vision_parameters()
-    rows = pixels.reshape(grid[0], -1, 3, parameters.temporal_patch_size, parameters.patch_size**2)
-    level = rows[:, 0, 0, :, 0].reshape(-1) * parameters.image_std[0] + parameters.image_mean[0]
-    return [round(float(value) * 255) for value in level]
 
 
 def test_resized_frames_equal_the_golden_bytes() -> None:
@@ -265,34 +258,48 @@ def test_undecodable_bytes_are_a_request_error(data: bytes) -> None:
 
 
 def test_a_file_with_sound_only_is_refused() -> None:
-    from preprocess_data import wav
-
-    with pytest.raises(RequestError, match="no video track"):
+    with pytest.raises(RequestError, match="sound files cannot be decoded as a video"):
         load_video(wav(np.zeros(1600, np.float32), 16000), vision_parameters(), VideoParams(), WHERE)
 
 
 def test_a_video_with_too_many_frames_or_pixels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(flat_frames(4), 2)
     params = VideoParams(min_pixels=4096)
-    monkeypatch.setattr(video_module, "_MAX_SOURCE_FRAMES", 4)
-    monkeypatch.setattr(video_module, "_MAX_FRAME_PIXELS", 64 * 96)
+    monkeypatch.setattr(video_module, "MAX_VIDEO_FRAMES", 4)
+    monkeypatch.setattr(video_module, "MAX_PIXELS", 64 * 96)
     load_video(data, vision_parameters(), params, WHERE)
-    monkeypatch.setattr(video_module, "_MAX_SOURCE_FRAMES", 3)
+    monkeypatch.setattr(video_module, "MAX_VIDEO_FRAMES", 3)
     with pytest.raises(RequestError, match="more than 3 frames"):
         load_video(data, vision_parameters(), params, WHERE)
-    monkeypatch.setattr(video_module, "_MAX_FRAME_PIXELS", 64 * 96 - 1)
+    monkeypatch.setattr(video_module, "MAX_PIXELS", 64 * 96 - 1)
     with pytest.raises(RequestError, match="frames have 96×64 pixels; 6143 can be decoded"):
         load_video(data, vision_parameters(), params, WHERE)
 
 
-@pytest.mark.parametrize(("module", "name"), [("av", "PyAV"), ("cv2", "OpenCV")])
-def test_a_missing_library_is_named_with_the_extra_to_install(
-    monkeypatch: pytest.MonkeyPatch, module: str, name: str
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("av", "av"),
+        ("cv2", "opencv-python-headless"),
+        ("soundfile", "soundfile"),
+        ("_cffi_backend", "soundfile"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str
 ) -> None:
+    """Also one that a library needs; never a slower way instead."""
+    for name in ("soundfile", "_soundfile"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
-    with pytest.raises(ConfigError, match=f"needs {name}, which is not installed") as caught:
+    with pytest.raises(ConfigError, match=f"{package} cannot be imported: .*{module}") as caught:
+        if package == "soundfile":
+            decode_audio(wav(np.zeros(1600, np.float32), 16000), WHERE, max_seconds=1)
         load_video(encode(flat_frames(4), 2), vision_parameters(), VideoParams(min_pixels=4096), WHERE)
-    assert caught.value.fix == "pip install 'mingc[serve]'"
+    assert (
+        caught.value.fix
+        == f"pip install 'mingc[serve]'; if that changes nothing: pip install --force-reinstall {package}"
+    )
 
 
 def test_importing_loads_no_decoder() -> None:

@@ -97,6 +97,7 @@ def open_service(
     with ExitStack() as processes:  # ends them when something after their start fails
         if media is not None:
             processes.callback(media.close)
+            media.prepare()
         context = BuildContext(
             artifact=artifact, options=options, clock=clock, on_failure=on_failure, processes=processes
         )
@@ -105,6 +106,11 @@ def open_service(
         if speech_stages is not None:
             with clock.phase("set up speech: tokenizer, voices, scheduler"):
                 speech = build_speech(context, speech_stages, for_talkers)
+        if media is not None:
+            with clock.phase("wait for a media decoder"):
+                media.start()  # also without encoders: a library of `serve` that is missing is found now
+            if chat_stages is None or not chat_stages.ports:
+                media.close()
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
                 ranks, chat = build_chat(context, chat_stages, devices, media)
@@ -119,7 +125,7 @@ def open_service(
                 speech_stages,
                 chat,
                 ranks,
-                takes_media=media is not None,
+                media=media,
             ),
             chat=chat,
             speech=speech,
@@ -143,9 +149,9 @@ def _info(
     pipeline: ChatPipeline | None,
     ranks: RankGroup | None,
     *,
-    takes_media: bool,
+    media: MediaDecoder | None,
 ) -> ServiceInfo:
-    ports = chat.ports if chat is not None and takes_media else frozenset[str]()
+    ports = chat.ports if chat is not None and media is not None else frozenset[str]()
     names = tuple(dict.fromkeys(options.served_model_names)) or (manifest.model,)
     return ServiceInfo(
         model=names[0],
@@ -161,5 +167,19 @@ def _info(
         has_speech=speech is not None,
         max_model_len=pipeline.loop.scheduler.max_context if pipeline is not None else None,
         max_total_tokens=pipeline.loop.scheduler.pool.max_tokens if pipeline is not None else None,
+        media_limits=_media_limits(chat, media),
         all_reduce=ranks.worker.all_reduce.plan.reason if ranks is not None else None,
     )
+
+
+def _media_limits(chat: ChatStages | None, media: MediaDecoder | None) -> dict[str, float]:
+    """See `ServiceInfo.media_limits`."""
+    if chat is None or media is None or not chat.ports:
+        return {}
+    limits: dict[str, float] = dict(media.limits)
+    if (vision := chat.vision_parameters) is not None:
+        limits["resized_pixels"] = min(vision.max_pixels, vision.max_patches * vision.patch_size**2)
+        limits["sampled_frames"] = vision.video_max_frames
+    if (audio := chat.audio_parameters) is not None:
+        limits["clip_seconds"] = audio.max_frames * audio.hop_samples / audio.sample_rate
+    return limits

@@ -87,8 +87,6 @@ def build_chat(
             prefix_salt=salt,
         ),
     )
-    if media is not None and (vision is not None or audio is not None):
-        media.start()
     return runner if isinstance(runner, RankGroup) else None, chat
 
 

@@ -318,6 +318,7 @@ def _video(body: ChatBody) -> VideoParams:
         min_pixels=as_integer(body.video_min_pixels, "video_min_pixels"),
         max_pixels=as_integer(body.video_max_pixels, "video_max_pixels"),
         total_pixels=as_integer(body.video_total_pixels, "video_total_pixels"),
+        use_audio=bool(body.mm_processor_kwargs and body.mm_processor_kwargs.use_audio_in_video),
     )
 
 

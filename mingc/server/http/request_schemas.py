@@ -218,6 +218,12 @@ class TemplateSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: bool | None = None
 
 
+class ProcessorSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's name for what is done to media."""
+
+    use_audio_in_video: bool | None = None
+
+
 class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
 
@@ -253,6 +259,7 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     video_min_pixels: Pixels | None = None
     video_max_pixels: Pixels | None = None
     video_total_pixels: Pixels | None = None
+    mm_processor_kwargs: ProcessorSwitches | None = None
 
 
 class SpeechBody(SpeechFields, kw_only=True):
@@ -307,7 +314,6 @@ CHAT_REFUSED: Refused = {
     "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
     "chat_template": ("the artifact's own template is used", ()),
     "documents": ("put the text into a message", ([],)),
-    "mm_processor_kwargs": ("use 'video_fps' and its neighbours", ({},)),
     "structured_outputs": ("the text is not constrained", ({},)),
     "guided_json": ("the text is not constrained", ()),
     "guided_regex": ("the text is not constrained", ()),

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mingc.runtime.request import NOTHING_TO_SPEAK, Done, FinishReason, ServiceInfo, Usage
+from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState, Status
 
 _AUDIO_KEPT_S = 0  # audio is not stored: `expires_at` is the time of creation
 
 
 class Abilities(Struct, kw_only=True):
-    """Kinds of input and output of the artifact, and the routes that run it."""
+    """Kinds of input and output of the artifact, the routes that run it, and the limits of media that it takes."""
 
     input_modalities: list[str]
     output_modalities: list[str]
     routes: list[str]
+    media_limits: dict[str, float] | UnsetType = UNSET
 
 
 class ModelObject(Abilities, tag_field="object", tag="model", forbid_unknown_fields=True, kw_only=True):
@@ -172,14 +174,14 @@ def sse(value: Struct) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def model_object(info: ServiceInfo, created: int, name: str) -> ModelObject:
+def model_object(info: ServiceInfo, options: ServeOptions, created: int, name: str) -> ModelObject:
     """Describe the served model under one of its names."""
     return ModelObject(
         id=name,
         created=created,
         owned_by="mingc",
         sample_rate=info.sample_rate,
-        **_abilities(info),
+        **_abilities(info, options),
     )
 
 
@@ -192,17 +194,20 @@ def health_response(state: ServerState) -> HealthResponse:
         max_model_len=UNSET if info.max_model_len is None else info.max_model_len,
         max_total_tokens=UNSET if info.max_total_tokens is None else info.max_total_tokens,
         all_reduce=UNSET if info.all_reduce is None else info.all_reduce,
-        **_abilities(info),
+        **_abilities(info, state.options),
     )
 
 
-def _abilities(info: ServiceInfo) -> dict[str, list[str]]:
+def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
     """The fields of `Abilities`."""
     inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
     return {
         "input_modalities": [name for name, is_able in inputs.items() if is_able],
         "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
         "routes": ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech,
+        "media_limits": {"request_bytes": options.max_media_bytes, **info.media_limits}
+        if info.media_limits
+        else UNSET,
     }
 
 
