@@ -130,6 +130,7 @@ TALKER = TalkerParameters(
     stop_threshold=0.5,
     default_voice="DB30",
     max_segment_length=50,
+    chunk_alignment=16,
 )
 FLOW = CfmParameters(
     num_steps=10,

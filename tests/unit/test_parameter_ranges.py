@@ -42,6 +42,7 @@ TALKER = TalkerParameters(
     stop_threshold=0.5,
     default_voice=None,
     max_segment_length=50,
+    chunk_alignment=16,
 )
 FLOW = CfmParameters(
     num_steps=10,
