@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and,
-from stored results, the tables of docs/backends.md and docs/deployment.md.
+from stored results, the tables of docs/backends.md and docs/deployment.md, and from the tests the stage of
+docs/extending.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -41,6 +42,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "metrics.md": metrics_page(),
         ROOT / "docs" / "backends.md": backends_page(),
         ROOT / "docs" / "deployment.md": deployment_page(),
+        ROOT / "docs" / "extending.md": extending_page(),
     }
 
 
@@ -186,6 +188,12 @@ def backends_page() -> str:
 def deployment_page() -> str:
     """docs/deployment.md with its table of capacities."""
     return _with_table("deployment.md", "capacity", _capacity_rows())
+
+
+def extending_page() -> str:
+    """docs/extending.md with the stage that the tests export."""
+    stage = (ROOT / "tests" / "plugins" / "toy" / "toy_filter.py").read_text(encoding="utf-8")
+    return _with_table("extending.md", "stage", ["```python", *stage.rstrip("\n").splitlines(), "```"])
 
 
 def _with_table(page: str, name: str, rows: list[str]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +15,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from mingc_command import ENVIRONMENT, Server, serving
+from hostile_media import small_video
+from mingc_command import ENVIRONMENT, REPOSITORY, Server, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 import openai_checks as checks
@@ -54,6 +58,52 @@ def test_a_stream_has_one_audio_chunk_per_patch(server: Server) -> None:
     assert last == "data: [DONE]"
     assert deltas >= 10
     assert len(sizes) >= 3 and sum(sizes) == len(sizes) * 14112
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH")
+def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path) -> None:
+    """As printed, but for the port; players save what they are to play. The printed answer has the answer's shape."""
+    page = (REPOSITORY / "docs" / "http-api.md").read_text(encoding="utf-8")
+    section = page[page.index("\n## Examples\n") : page.index("\n## Chat\n")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", section, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "picture.png").write_bytes(base64.b64decode(checks.image_data_url().partition(",")[2]))
+    (tmp_path / "clip.wav").write_bytes(base64.b64decode(checks.wav_base64()))
+    (tmp_path / "video.mp4").write_bytes(small_video())
+    for player in ("ffplay", "aplay"):
+        (tmp_path / player).write_text(f'#!/bin/bash\ncat > "$(mktemp {tmp_path}/{player}.XXX)"\n')
+        (tmp_path / player).chmod(0o755)
+    environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NO_PROXY": "*"}
+    with serving(eager_artifact, "--speech-lead", 0) as running:
+
+        def run(*words: str) -> str:
+            command = [word.replace("http://127.0.0.1:8000", running.url) for word in words]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        whole, *rest = [text for kind, text in blocks if kind == ""]
+        assert shape(json.loads(run("bash", "-e", "-c", whole))) == shape(
+            json.loads(next(text for kind, text in blocks if kind == "json"))
+        )
+        printed = "".join(run("bash", "-e", "-o", "pipefail", "-c", text) for text in rest)
+        run(sys.executable, "-c", "\n".join(text for kind, text in blocks if kind == "python"))
+    voices = json.loads(printed)["voices"]
+    assert set(voices) == set(re.search(r"for voice in (.*);", section)[1].split())  # type: ignore[index]
+    played = [*tmp_path.glob("ffplay.*")]
+    assert len(played) == 2
+    for path in (*played, *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", *voices))):
+        checks.check_wav(path.read_bytes())
+    for path in (tmp_path / "answer.pcm", *tmp_path.glob("aplay.*")):
+        assert path.stat().st_size > 0 and path.stat().st_size % 14112 == 0  # 0.16 s each
+
+
+def shape(value: object) -> object:
+    """Names and JSON types."""
+    if isinstance(value, dict):
+        return {name: shape(each) for name, each in value.items()}
+    return [shape(each) for each in value] if isinstance(value, list) else type(value)
 
 
 def test_the_running_server_loads_no_compiler_and_no_export_code(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from mingc_command import CHECKPOINT, REPOSITORY
+from safetensors.torch import load_file
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.stage_graph import CLIENT, Edge
@@ -92,11 +93,14 @@ def test_a_stage_without_a_consumer_is_loaded_and_run_on_its_own(
 ) -> None:
     artifact = open_artifact(filter_artifact)
     parameters = importlib.import_module("toy_filter").ToyParameters
-    assert artifact.manifest.parameters_of("toy_filter", parameters) == parameters(width=8, offset=-1.0)
+    norm = "model.model.norm.weight"
+    shard = json.loads((CHECKPOINT / "model.safetensors.index.json").read_text())["weight_map"][norm]
+    scale = load_file(CHECKPOINT / shard)[norm].float()
+    assert artifact.manifest.parameters_of("toy_filter", parameters) == parameters(len(scale), -1.0)
     assert artifact.manifest.graph.consumers("toy_filter") == ()
-    x = torch.arange(8.0).repeat(4, 1)
+    x = torch.arange(4.0 * len(scale)).view(4, -1)
     outputs = load_stage(artifact, "toy_filter", torch.device("cpu"))["filter"].run(x=x)
-    torch.testing.assert_close(outputs["y"], 2 * x + 1)
+    torch.testing.assert_close(outputs["y"], 2 * scale * x - 1)
 
 
 def test_an_engine_without_its_loader_is_refused(filter_artifact: Path) -> None:

@@ -138,7 +138,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["backends.md", "cli.md", "deployment.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["backends.md", "cli.md", "deployment.md", "extending.md", "metrics.md"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     path = ROOT / "docs" / name
     expected = script("generate_docs").pages()[path]

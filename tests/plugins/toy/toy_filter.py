@@ -1,4 +1,4 @@
-"""A stage outside mingc that no other stage consumes: one graph, parameters of its own."""
+"""A stage outside mingc that no other stage consumes: one weight of the checkpoint, one graph, its own parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from mingc.dtypes import dtype_name
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 
-_WIDTH = 8
+_NORM = "model.model.norm.weight"
+_OFFSET = -1.0
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """What `build` needs to know of the checkpoint."""
+
+    width: int
 
 
 @dataclass(frozen=True)
@@ -25,14 +33,14 @@ class ToyParameters:
 
 
 class ToyFilter(nn.Module):
-    """x (B, D) → x Wᵀ + 1."""
+    """x (B, D) → 2 · scale · x + offset, scale (D,)."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ToyConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(_WIDTH, _WIDTH))
+        self.doubled = nn.Parameter(torch.empty(config.width))
 
     def filter(self, x: Tensor) -> tuple[Tensor]:
-        return (x @ self.weight.T + 1,)
+        return (self.doubled * x + _OFFSET,)
 
 
 class ToyFilterStage(Stage):
@@ -42,38 +50,42 @@ class ToyFilterStage(Stage):
     policy = "once"
 
     def is_present(self, checkpoint: Checkpoint) -> bool:
-        return True
+        return _NORM in checkpoint.main.tensors
 
-    def config(self, checkpoint: Checkpoint) -> None:
-        return None
+    def config(self, checkpoint: Checkpoint) -> ToyConfig:
+        return ToyConfig(width=checkpoint.main.require("hidden_size", "llm_config"))
 
-    def build(self, config: None, shard: Shard) -> nn.Module:
-        return ToyFilter()
+    def build(self, config: ToyConfig, shard: Shard) -> nn.Module:
+        return ToyFilter(config)
 
-    def weights(self, config: None, shard: Shard) -> Sequence[WeightSource]:
-        weight = WeightSource(
-            name="weight", part="main", tensors=(), shapes=(), compute=lambda: 2 * torch.eye(_WIDTH)
+    def weights(self, config: ToyConfig, shard: Shard) -> Sequence[WeightSource]:
+        doubled = WeightSource(
+            name="doubled",
+            part="main",
+            tensors=(_NORM,),
+            shapes=((config.width,),),
+            compute=lambda scale: 2 * scale,
         )
-        return (weight,)
+        return (doubled,)
 
-    def graphs(self, config: None, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
+    def graphs(self, config: ToyConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
         dtype = dtype_name(options.dtype)
         spec = GraphSpec(
             name="filter",
-            inputs=(TensorSpec(name="x", dtype=dtype, shape=("B", _WIDTH)),),
-            outputs=(TensorSpec(name="y", dtype=dtype, shape=("B", _WIDTH)),),
+            inputs=(TensorSpec(name="x", dtype=dtype, shape=("B", config.width)),),
+            outputs=(TensorSpec(name="y", dtype=dtype, shape=("B", config.width)),),
             dims=(Dim(name="B", minimum=1, maximum=options.max_batch, buckets=options.batch_sizes),),
         )
 
         def example(dims: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-            return {"x": torch.randn(dims["B"], _WIDTH, generator=generator).to(options.dtype)}
+            return {"x": torch.randn(dims["B"], config.width, generator=generator).to(options.dtype)}
 
         return (
             GraphDef(spec=spec, method="filter", example=example, trace_dims={"B": 3}, check_dims={"B": 2}),
         )
 
-    def parameters(self, config: None, options: StageOptions) -> ToyParameters:
-        return ToyParameters(width=_WIDTH, offset=-1.0)
+    def parameters(self, config: ToyConfig, options: StageOptions) -> ToyParameters:
+        return ToyParameters(width=config.width, offset=_OFFSET)
 
 
 STAGE = ToyFilterStage()
