@@ -196,7 +196,7 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
     reasons = [chunk["speech_error"]["code"] for chunk in client.objects if "speech_error" in chunk]
     assert reasons == ["nothing_to_speak"]
-    whole = json.loads(respond(chat_completion(silent(), BUILDER, audio), JSON).body)
+    whole = json.loads(respond(chat_completion(silent(), BUILDER, keep(audio)), JSON).body)
     assert whole["speech_error"]["code"] == "nothing_to_speak"
 
 
