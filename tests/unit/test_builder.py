@@ -121,6 +121,7 @@ TEXT = Edge("decoder", CLIENT, "text")
 CHAT = {"decoder": thinker_parameters(), "eye": vision_parameters(), "ear": audio_parameters()}
 CPU = torch.device("cpu")
 TALKER = TalkerParameters(
+    chunk_alignment=1,
     hidden_size=64,
     num_layers=2,
     vocab_size=512,
