@@ -62,7 +62,7 @@ class ServeOptions:
         help="Bodies and media of all requests together before a 503.",
     )  # fmt: skip
     max_total_answer_bytes: int = option(
-        4 << 30, "--max-total-answer-bytes", unit=BYTES, least=1 << 20, group=_LIMITS,
+        4 << 30, "--max-total-answer-bytes", unit=BYTES, least=1 << 20, most=MOST_BYTES, group=_LIMITS,
         help="Speech of all answers that are not streamed, or FLAC, before a 503; it is kept in the folder TMPDIR.",
     )  # fmt: skip
     max_speech_characters: int = option(

@@ -441,6 +441,7 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
         yield f"{name} segment", outcome(plan)
     yield "talkers", len(speech.talkers.loops)
     loop = speech.talkers.loops[0]
+    yield "reading", service.speech_text
     yield "patches in flight", loop.worker.depth
     yield "patches ahead", loop._pacing._lead
     with loop._lock:
@@ -623,6 +624,7 @@ OPTIONS: dict[str, Change] = {
     "served_model_names": Change(("other",), ("info",)),
     "steps": Change(StepOptions(max_prompts=2), ("chunk",)),
     "talker_depth": Change(2, ("patches in flight",)),
+    "speech_text": Change("reference", ("reading",)),
     "parse_special_tokens": Change(True, ("special text prompt",)),
     "prefix_cache": Change(False, ("answer again", "token ids are kept")),
     "encoder_cache": Change(0, ("encoder cache",)),

@@ -29,6 +29,7 @@ from mingc.errors import (
     RankError,
     ServeError,
 )
+from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.service import build_context, builder, devices, speech_builder
@@ -45,15 +46,18 @@ from mingc.runtime.talker.loop import TalkerLoop
 
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
-    assert _info(manifest, EngineOptions(), None, None, None, None, takes_media=True).model == manifest.model
+    assert (
+        _info(manifest, EngineOptions(), None, None, None, None, media=InProcessDecoder()).model
+        == manifest.model
+    )
     options = EngineOptions(served_model_names=("house/voice-1",))
-    renamed = _info(manifest, options, None, None, None, None, takes_media=True)
+    renamed = _info(manifest, options, None, None, None, None, media=InProcessDecoder())
     assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
 
 
 def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
     options = EngineOptions(served_model_names=("one", "two", "one", "three"))
-    info = _info(manifest, options, None, None, None, None, takes_media=True)
+    info = _info(manifest, options, None, None, None, None, media=InProcessDecoder())
     assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
@@ -131,7 +135,6 @@ TALKER = TalkerParameters(
     stop_threshold=0.5,
     default_voice="DB30",
     max_segment_length=50,
-    chunk_alignment=16,
 )
 FLOW = CfmParameters(
     num_steps=10,
@@ -229,12 +232,12 @@ def test_a_service_takes_what_the_ports_of_its_decoder_take(
     made = replace(manifest, graph=graph, parameters=CHAT)
     stages = find_chat_stages(made)
     assert stages is not None
-    info = _info(made, EngineOptions(), stages, None, None, None, takes_media=True)
+    info = _info(made, EngineOptions(), stages, None, None, None, media=InProcessDecoder())
     assert (info.has_image, info.has_video, info.has_audio_input) == has
     assert info.has_text and not info.has_speech and info.voices == ()
     assert stages.vision == ("eye" if has[0] or has[1] else None)
     assert stages.audio == ("ear" if has[2] else None)
-    deaf = _info(made, EngineOptions(), stages, None, None, None, takes_media=False)
+    deaf = _info(made, EngineOptions(), stages, None, None, None, media=None)
     assert deaf.has_text and not (deaf.has_image or deaf.has_video or deaf.has_audio_input)
 
 
