@@ -92,7 +92,7 @@ def test_a_reader_that_returns_learns_how_many_lines_it_missed(format: LogFormat
         _, written = process.communicate(timeout=30)
     lines = written.decode().splitlines()
     counts = [int(found[1]) for line in lines if (found := re.search(r"(\d+) log lines were dropped", line))]
-    assert sum(counts) == dropped > 0
+    assert dropped > 0 and 0 <= sum(counts) - dropped <= 3, "the lines of the shutdown may be dropped as well"
     answered = [line for line in lines if "/v1/models" in line]
     assert len(answered) == _REQUESTS - dropped
     if format == "json":
