@@ -303,9 +303,10 @@ def _fitting(height: int, width: int, max_pixels: int, parameters: VisionParamet
 
 
 def limit_pixels(parameters: VisionParameters, max_pixels: int | None) -> VisionParameters:
-    """`parameters` with which both resizes scale an image down to `max_pixels`, if they allow more."""
+    """`parameters` with which both resizes scale an image down to `max_pixels`, or to their minimum."""
     if max_pixels is None:
         return parameters
+    max_pixels = max(max_pixels, parameters.load_min_pixels, parameters.min_pixels)
     return replace(
         parameters,
         load_max_pixels=min(parameters.load_max_pixels, max_pixels),

@@ -237,3 +237,19 @@ def test_pixels_are_grouped_by_token() -> None:
     grouped = group_pixels(pixels, 2)
     assert grouped.shape == (2, 4, 6)
     assert pad_tokens(grouped, 3).shape == (3, 4, 6)
+
+
+@pytest.mark.parametrize("num_tokens", [-1000, -1, 0, 3])
+def test_a_context_without_room_asks_for_less_text(num_tokens: int) -> None:
+    """Four tokens are the smallest image: no number of pixels helps."""
+    limits = MediaLimits(max_tokens=num_tokens, num_media=2)
+    with pytest.raises(RequestError) as caught:
+        load_image(png(noise_image(100, 100)), vision_parameters(), "image", limits)
+    assert caught.value.code == "media_too_large" and "less text" in (caught.value.fix or "")
+
+
+def test_an_image_is_not_made_smaller_than_the_models_minimum() -> None:
+    parameters, data = vision_parameters(), png(noise_image(200, 100))
+    least = max(parameters.min_pixels, parameters.load_min_pixels)
+    smallest = load_image(data, parameters, "image", max_pixels=least)
+    assert load_image(data, parameters, "image", max_pixels=1).grid == smallest.grid
