@@ -292,9 +292,11 @@ def _fitting(height: int, width: int, max_pixels: int, parameters: VisionParamet
     limited = limit_pixels(parameters, max_pixels)
     try:
         size = _encoder_size(*loaded_size(height, width, limited, ""), limited, "")
-    except RequestError:
-        size = height, width
-    if math.prod(size) > max_pixels:
+        sent = _encoder_size(*loaded_size(*size, parameters, ""), parameters, "")  # small ones are enlarged
+        fits = max(math.prod(size), math.prod(sent)) <= max_pixels
+    except RequestError:  # too thin
+        fits = False
+    if not fits:
         return "send less text, or fewer or squarer pictures"
     return (
         f'send it with at most {size[1]}×{size[0]} pixels, or add "max_pixels": {max_pixels} to its part, or '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import numpy as np
 import pytest
@@ -253,3 +254,17 @@ def test_an_image_is_not_made_smaller_than_the_models_minimum() -> None:
     least = max(parameters.min_pixels, parameters.load_min_pixels)
     smallest = load_image(data, parameters, "image", max_pixels=least)
     assert load_image(data, parameters, "image", max_pixels=1).grid == smallest.grid
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tokens"), [((371, 2), 10), ((408, 3), 10), ((12, 8), 3), ((24, 14), 4), ((186, 4), 5)]
+)
+def test_thin_and_small_images_get_no_advice_that_fails(size: tuple[int, int], num_tokens: int) -> None:
+    parameters, limits = vision_parameters(), MediaLimits(max_tokens=num_tokens)
+    with pytest.raises(RequestError) as caught:
+        load_image(png(noise_image(*size)), parameters, "image", limits)
+    found = re.search(r"at most (\d+)×(\d+) pixels, or add \"max_pixels\": (\d+)", caught.value.fix or "")
+    if found is not None:
+        width, height, most = map(int, found.groups())
+        load_image(png(noise_image(height, width)), parameters, "image", limits)
+        load_image(png(noise_image(*size)), parameters, "image", limits, max_pixels=most)
