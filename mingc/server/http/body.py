@@ -55,6 +55,9 @@ _FIRST_SLICE = 1 << 8  # bytes of the first step of a search, which doubles its 
 _PREFIX = 256
 _SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+# Some clients send the URL of a medium in the place of the object that holds it. In JSON these quotes enclose a key.
+_PLAIN_URL = re.compile(rb'("(?:image|audio|video)_url"\s*:\s*)("(?:[^"\\]++|\\.)*+")')
+_PLAIN_URL_ERROR = re.compile(r"Expected `object`, got `str` - at `\$[^`]*\.(?:image|audio|video)_url`$")
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
 _SPACE = re.compile(rb"\\[nrt]")
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
@@ -265,6 +268,8 @@ def _decode(
     try:
         return msgspec.json.decode(raw, type=type_, dec_hook=media_string)
     except msgspec.ValidationError as error:
+        if _PLAIN_URL_ERROR.search(str(error)) and (whole := _PLAIN_URL.sub(rb'\1{"url":\2}', raw)) != raw:
+            return _decode(whole, type_, cut, used)
         raise validation_error(str(error), type_, raw) from error
     except RecursionError as error:
         raise malformed("it is nested too deeply") from error
