@@ -14,6 +14,7 @@ from preprocess_data import CHECKPOINT, config, document, noise_image, png, tens
 from safetensors import safe_open
 
 from mingc.errors import RequestError
+from mingc.media.decoding import digest_of
 from mingc.media.image import (
     check_grid,
     decode_image,
@@ -26,6 +27,8 @@ from mingc.media.image import (
     resize_loaded,
 )
 from mingc.media.limits import MediaLimits
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 
 # The limit of this image was not recorded; any value from 5586 to 6758 gives its size.
@@ -268,3 +271,15 @@ def test_thin_and_small_images_get_no_advice_that_fails(size: tuple[int, int], n
         width, height, most = map(int, found.groups())
         load_image(png(noise_image(height, width)), parameters, "image", limits)
         load_image(png(noise_image(*size)), parameters, "image", limits, max_pixels=most)
+
+
+def test_a_picture_of_another_limit_has_another_digest() -> None:
+    """Embeddings are cached by it."""
+    tasks = [
+        MediaTask(
+            kind="image", where="m", vision=vision_parameters(), audio=None, video=VideoParams(), max_pixels=most,
+            max_bytes=1 << 20, max_tokens=100, num_media=1,
+        )
+        for most in (None, 4096, 8192)
+    ]  # fmt: skip
+    assert len({digest_of(task, b"picture") for task in tasks}) == 3
