@@ -351,9 +351,11 @@ def _fitting(height: int, width: int, max_pixels: int, parameters: VisionParamet
     limited = limit_pixels(parameters, max_pixels)
     try:
         size = _encoder_size(*loaded_size(height, width, limited, ""), limited, "")
-    except RequestError:
-        size = height, width
-    if math.prod(size) > max_pixels:
+        sent = _encoder_size(*loaded_size(*size, parameters, ""), parameters, "")  # small ones are enlarged
+        fits = max(math.prod(size), math.prod(sent)) <= max_pixels
+    except RequestError:  # too thin
+        fits = False
+    if not fits:
         return "send less text, or fewer or squarer pictures"
     return (
         f'send it with at most {size[1]}×{size[0]} pixels, or add "max_pixels": {max_pixels} to its part, or '
@@ -362,9 +364,10 @@ def _fitting(height: int, width: int, max_pixels: int, parameters: VisionParamet
 
 
 def limit_pixels(parameters: VisionParameters, max_pixels: int | None) -> VisionParameters:
-    """`parameters` with which both resizes scale an image down to `max_pixels`, if they allow more."""
+    """`parameters` with which both resizes scale an image down to `max_pixels`, or to their minimum."""
     if max_pixels is None:
         return parameters
+    max_pixels = max(max_pixels, parameters.load_min_pixels, parameters.min_pixels)
     return replace(
         parameters,
         load_max_pixels=min(parameters.load_max_pixels, max_pixels),

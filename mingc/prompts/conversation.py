@@ -74,6 +74,12 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property
+    def prompt_text(self) -> str:
+        """All that the prompt says of the message besides its media: its text and its calls of tools."""
+        calls = (part.name + part.arguments for part in self.parts if isinstance(part, ToolCall))
+        return self.text + "".join(calls)
+
+    @property
     def size(self) -> int:
         """Characters of its text and bytes of its media."""
         return sum(part.size for part in self.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,10 @@ SECONDS_PER_BYTE = 0.08
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """What one request adds to its key's sums: `used`, by name of the limit; see `KeyLimits`."""
+    """What one request adds to its key's sums: `used`, by name of the limit; see `KeyLimits`.
+
+    What has no limit is counted too: the sums of a key are dropped when it has no request any more.
+    """
 
     limits: dict[str, int]
     used: Counter[str]
@@ -39,9 +43,7 @@ class KeyUse:
         Raises: CapacityError (429) when the other requests of the key leave too little, RequestError when the limit is
             lower than `amount`.
         """
-        limit = self.limits.get(name)
-        if limit is None:
-            return
+        limit = self.limits.get(name, math.inf)
         what = name.removeprefix("--key-max-").replace("-", " ")
         if amount > limit:
             raise RequestError(

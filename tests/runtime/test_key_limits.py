@@ -12,8 +12,9 @@ import pytest
 from fake_service import FakeService
 from server_thread import run_server
 
-from mingc.errors import ConfigError
+from mingc.errors import CapacityError, ConfigError, RequestError
 from mingc.server.app import create_app
+from mingc.server.key_limits import KeyLimits
 from mingc.server.options import ServeOptions
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
@@ -105,3 +106,51 @@ def test_limits_of_keys_need_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINGC_API_KEYS", raising=False)
     with pytest.raises(ConfigError, match="--key-max-tokens"):
         create_app(FakeService(), ServeOptions(key_max_tokens=100))
+
+
+def test_tool_calls_of_a_history_count(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "look_up", "arguments": "x" * 400}}
+    body = chat("Hello", max_tokens=1)
+    body["messages"] += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    with server(tmp_path, key_max_tokens=100) as http:
+        answer = http.post(CHAT, json=body, headers=bearer("first"))
+        assert answer.json()["error"]["code"] == "key_limit_exceeded"
+
+
+def test_texts_count_in_bytes_and_spoken_chats_also_when_they_are_not_streamed(tmp_path: Path) -> None:
+    with server(tmp_path, key_max_tokens=40, key_max_audio_seconds=9) as http:
+        for route, body in (
+            (CHAT, chat("你" * 60, max_tokens=1)),  # 180 bytes: 45 tokens
+            (SPEECH, {"input": "你" * 60}),  # 14 s
+            (
+                CHAT,
+                chat("Hello", max_tokens=30, **SPOKEN | {"audio": {"voice": "DB30", "format": "wav"}}),
+            ),  # 10 s
+        ):
+            answer = http.post(route, json=body, headers=bearer("first"))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "key_limit_exceeded"), body
+
+
+@pytest.mark.parametrize("amount", [100, 1000], ids=["too much beside others", "too much at all"])
+def test_a_refused_request_is_not_counted(amount: int) -> None:
+    limits = KeyLimits(ServeOptions(key_max_requests=2, key_max_tokens=100))
+    with limits.admit(b"key") as running:
+        running.add("--key-max-tokens", 60)
+        for _ in range(2):
+            with pytest.raises((CapacityError, RequestError)), limits.admit(b"key") as refused:
+                refused.add("--key-max-tokens", amount)
+        with limits.admit(b"key") as fitting:
+            fitting.add("--key-max-tokens", 40)
+
+
+def test_sums_survive_another_request_that_ends_first() -> None:
+    """A request whose body is still being read has added nothing yet; one beside it ends meanwhile."""
+    limits = KeyLimits(ServeOptions(key_max_tokens=100))
+    with limits.admit(b"key") as slow:
+        with limits.admit(b"key"):
+            pass
+        slow.add("--key-max-tokens", 60)
+        with limits.admit(b"key") as other, pytest.raises(CapacityError):
+            other.add("--key-max-tokens", 60)
+    with limits.admit(b"key") as last:
+        last.add("--key-max-tokens", 100)

@@ -20,7 +20,7 @@ from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, Part, TextPart, ToolCall, VideoParams
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.error_objects import error_response
-from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA
+from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA, LongString
 from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
 from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
 from mingc.server.options import ServeOptions
@@ -175,6 +175,28 @@ def test_parts_keep_their_order_and_path() -> None:
         MediaPart(kind="video", data="v.mp4", where=f"{where}[3].video_url.url"),
         MediaPart(kind="audio", data="a.wav", where=f"{where}[4].audio_url.url"),
     )
+
+
+@pytest.mark.parametrize("length", [10, 100_000, 9_000_000])
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_part_may_have_a_url_in_the_place_of_its_object(kind: str, length: int) -> None:
+    """As older clients send it. Text that looks like such a part stays as it is."""
+    text, url = f'"{kind}_url": "a", \\"{kind}_url": "b"', "data:;base64," + "A" * length
+    field = f"{kind}_url"
+    parts = [
+        {"type": field, field: url},
+        {"type": "text", "text": text},
+        {"type": field, field: {"url": url}},
+    ]
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    first, second, third = message.parts
+    assert second == TextPart(text=text)
+    assert isinstance(first, MediaPart) and isinstance(third, MediaPart)
+    sent = [
+        bytes(each.data.data).decode() if isinstance(each.data, LongString) else each.data
+        for each in (first, third)
+    ]
+    assert sent == [url, url] and first.kind == kind
 
 
 def test_media_lists_go_into_the_first_user_message() -> None:
@@ -336,7 +358,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
      "Did you mean 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url",
      "Missing"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": ["x"]}]}]},
      "messages[0].content[0].image_url", "an object"),
     ({"messages": [{"role": "user", "content": [{**CLIP, "input_audio": {"data": "A", "format": 3}}]}]},
      "messages[0].content[0].input_audio.format", "a string"),

@@ -284,6 +284,8 @@ def test_compressed_bodies_are_refused_by_name(coding: str) -> None:
     assert isinstance(error, RequestError) and (error.status, client.num_reads) == (415, 0)
     assert f'Content-Encoding "{coding}"' in error.message
     assert error.headers == {"Accept-Encoding": "identity"}
+    twice = Client(headers=(*client.headers[:1], (b"content-encoding", b"identity"), *client.headers[1:]))
+    assert refused(make_state(), twice).status == 415, "a repeated field is a list, RFC 9110 §5.3"
 
 
 def test_large_bodies_count_towards_the_budget_of_all_requests() -> None:

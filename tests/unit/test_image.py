@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from preprocess_data import CHECKPOINT, config, document, noise_image, png, tens
 from safetensors import safe_open
 
 from mingc.errors import RequestError
+from mingc.media.decoding import digest_of
 from mingc.media.image import (
     check_grid,
     decode_image,
@@ -25,6 +27,8 @@ from mingc.media.image import (
     resize_loaded,
 )
 from mingc.media.limits import MediaLimits
+from mingc.prompts.conversation import VideoParams
+from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels, pad_grid_arrays, pad_tokens
 
 # The limit of this image was not recorded; any value from 5586 to 6758 gives its size.
@@ -237,3 +241,45 @@ def test_pixels_are_grouped_by_token() -> None:
     grouped = group_pixels(pixels, 2)
     assert grouped.shape == (2, 4, 6)
     assert pad_tokens(grouped, 3).shape == (3, 4, 6)
+
+
+@pytest.mark.parametrize("num_tokens", [-1000, -1, 0, 3])
+def test_a_context_without_room_asks_for_less_text(num_tokens: int) -> None:
+    """Four tokens are the smallest image: no number of pixels helps."""
+    limits = MediaLimits(max_tokens=num_tokens, num_media=2)
+    with pytest.raises(RequestError) as caught:
+        load_image(png(noise_image(100, 100)), vision_parameters(), "image", limits)
+    assert caught.value.code == "media_too_large" and "less text" in (caught.value.fix or "")
+
+
+def test_an_image_is_not_made_smaller_than_the_models_minimum() -> None:
+    parameters, data = vision_parameters(), png(noise_image(200, 100))
+    least = max(parameters.min_pixels, parameters.load_min_pixels)
+    smallest = load_image(data, parameters, "image", max_pixels=least)
+    assert load_image(data, parameters, "image", max_pixels=1).grid == smallest.grid
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tokens"), [((371, 2), 10), ((408, 3), 10), ((12, 8), 3), ((24, 14), 4), ((186, 4), 5)]
+)
+def test_thin_and_small_images_get_no_advice_that_fails(size: tuple[int, int], num_tokens: int) -> None:
+    parameters, limits = vision_parameters(), MediaLimits(max_tokens=num_tokens)
+    with pytest.raises(RequestError) as caught:
+        load_image(png(noise_image(*size)), parameters, "image", limits)
+    found = re.search(r"at most (\d+)×(\d+) pixels, or add \"max_pixels\": (\d+)", caught.value.fix or "")
+    if found is not None:
+        width, height, most = map(int, found.groups())
+        load_image(png(noise_image(height, width)), parameters, "image", limits)
+        load_image(png(noise_image(*size)), parameters, "image", limits, max_pixels=most)
+
+
+def test_a_picture_of_another_limit_has_another_digest() -> None:
+    """Embeddings are cached by it."""
+    tasks = [
+        MediaTask(
+            kind="image", where="m", vision=vision_parameters(), audio=None, video=VideoParams(), max_pixels=most,
+            max_bytes=1 << 20, max_tokens=100, num_media=1,
+        )
+        for most in (None, 4096, 8192)
+    ]  # fmt: skip
+    assert len({digest_of(task, b"picture") for task in tasks}) == 3

@@ -81,11 +81,22 @@ def test_base64_is_decoded_as_by_the_standard_library() -> None:
         data = rng.randbytes(size)
         encoded = base64.b64encode(data).decode()
         broken = "\r\n".join(encoded[start : start + 9] for start in range(0, len(encoded), 9))
-        for text in (encoded, broken):
+        quoted = "".join(f"%{ord(each):02X}" for each in encoded.rstrip("="))
+        for text in (encoded, broken, quoted):
             escaped = json.dumps(text)[1:-1].replace("/", "\\/").encode()
             assert decode_base64(memoryview(escaped), is_escaped=True) == data
             assert decode_base64(memoryview(text.encode()), is_escaped=False) == data
-    for bad in (b"QUJ", b"QQ==QUJD", b"QUJD@@@@", b"QUI=" * 30, b"QUJD\\u0041", b"QUJD\\", "QUJDé".encode()):
+    for bad in (
+        b"QUJDQ",
+        b"QUJD%2",
+        b"QUJD%%2B",
+        b"QQ==QUJD",
+        b"QUJD@@@@",
+        b"QUI=" * 30,
+        b"QUJD\\u0041",
+        b"QUJD\\",
+        "QUJDé".encode(),
+    ):
         with pytest.raises(binascii.Error):
             decode_base64(memoryview(bad), is_escaped=True)
     with pytest.raises(binascii.Error):

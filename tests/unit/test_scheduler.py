@@ -426,6 +426,33 @@ def test_small_requests_pass_one_that_waits_for_pages_until_they_had_four_times_
     assert held_pages(scheduler, 99, 100) == [1, 1]
 
 
+def test_many_that_are_admitted_at_once_pass_a_large_request_only_as_far_as_one_by_one() -> None:
+    scheduler = make_thinker(num_pages=19, max_running=99)
+    scheduler.add(0, prompt_tokens=16, max_tokens=9)  # 5 pages of 18
+    scheduler.add(1, prompt_tokens=47, max_tokens=2)  # 12
+    scheduler.plan()
+    scheduler.add(2, prompt_tokens=60, max_tokens=4)  # 16
+    for small in range(3, 9):  # a page of 16 each at first
+        scheduler.add(small, prompt_tokens=2, max_tokens=62)
+    assert held_pages(scheduler, 0, 1, *range(2, 9)) == [5, 12, *[0] * 7]
+    scheduler.remove(1)
+    scheduler.plan()
+    assert held_pages(scheduler, *range(2, 9)) == [0, 1, 1, 1, 1, 0, 0], "four times its 16 pages"
+
+
+def test_shared_pages_that_nobody_else_holds_are_not_spare() -> None:
+    scheduler = make_thinker(num_pages=7, max_context=20)
+    scheduler.add(0, prompt_tokens=8, max_tokens=1, keys=keys_of("a" * 8))
+    for _ in prefills(scheduler):
+        pass
+    scheduler.remove(0)
+    scheduler.add(1, prompt_tokens=8, max_tokens=2)  # 3 pages; 3 are left, 2 of them published
+    scheduler.plan()
+    scheduler.add(2, prompt_tokens=9, max_tokens=1, keys=keys_of("a" * 9))
+    scheduler.plan()
+    assert held_pages(scheduler, 1, 2) == [3, 0], "none would be left for the running request"
+
+
 def test_four_chats_with_long_answers_leave_room_for_short_ones() -> None:
     """Each may fill a third of the pages; a fifth waits for more than is left. Chats of 8 tokens hardly wait."""
     scheduler = make_thinker(num_pages=301, max_context=1000, max_running=99, chunk=1000)

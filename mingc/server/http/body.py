@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
 from typing import TypeVar
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 import numpy as np
@@ -54,12 +55,16 @@ _FIRST_SLICE = 1 << 8  # bytes of the first step of a search, which doubles its 
 _PREFIX = 256
 _SMALL_BYTES = 100  # values that request nothing are shorter
 _CONTENT = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+# Some clients send the URL of a medium in the place of the object that holds it. In JSON these quotes enclose a key.
+_PLAIN_URL = re.compile(rb'("(?:image|audio|video)_url"\s*:\s*)("(?:[^"\\]++|\\.)*+")')
+_PLAIN_URL_ERROR = re.compile(r"Expected `object`, got `str` - at `\$[^`]*\.(?:image|audio|video)_url`$")
 _PLAIN = re.compile(rb"[ !#-\[\]-~]*")  # ASCII that stands for itself in a JSON string
 _SPACE = re.compile(rb"\\[nrt]")
 _NONCE = secrets.token_hex(16)  # a client cannot write a placeholder itself
 _BASE64 = msgspec.json.Decoder(bytes)
 _ESCAPED = {b"\\/": b"/", b"\\n": b"", b"\\r": b"", b"\\t": b""}
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_ESCAPE = re.compile(rb"\\.|%..", re.DOTALL)
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 _TYPES = {NoneType: "null", bool: "bool", int: "int", float: "float", list: "array", dict: "object"}
 
@@ -153,7 +158,7 @@ async def read_body(
             status=415,
             code="unsupported_media_type",
         )
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    coding = ",".join(request.headers.getlist("content-encoding")).strip().lower()
     if coding not in ("identity", ""):
         error = RequestError(
             f"Content-Encoding {shorten(coding)} is not supported: send the body without compression.",
@@ -264,6 +269,8 @@ def _decode(
     try:
         return msgspec.json.decode(raw, type=type_, dec_hook=media_string)
     except msgspec.ValidationError as error:
+        if _PLAIN_URL_ERROR.search(str(error)) and (whole := _PLAIN_URL.sub(rb'\1{"url":\2}', raw)) != raw:
+            return _decode(whole, type_, cut, used)
         raise validation_error(str(error), type_, raw) from error
     except RecursionError as error:
         raise malformed("it is nested too deeply") from error
@@ -374,8 +381,10 @@ def _is_escaped(raw: memoryview, start: int, place: int) -> bool:
 
 
 def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
-    """Decode base64 in steps. White space is skipped. `is_escaped`: JSON escapes are allowed; otherwise a
-    backslash is a fault.
+    """Decode base64 in steps, as browsers decode data URLs, with either alphabet of RFC 4648.
+
+    White space and missing padding are skipped, and percent signs escape. `is_escaped`: JSON escapes are allowed;
+    otherwise a backslash is a fault.
 
     Raises:
         binascii.Error: if it is not base64.
@@ -394,11 +403,17 @@ def decode_base64(data: memoryview, *, is_escaped: bool) -> memoryview:
             size += len(decoded)
             is_padded = piece.endswith(b"=")
             continue
-        if is_escaped and b"\\" in piece:
-            if not is_last and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
-                piece, rest = piece[:-1], b"\\"
+        if b"\\" in piece and not is_escaped:
+            raise binascii.Error("Only base64 data is allowed")
+        if b"\\" in piece or b"%" in piece:
+            if not is_last:  # an escape may continue in the next piece
+                cut = len(piece) - (len(piece) - len(piece.rstrip(b"\\"))) % 2
+                cut = max(cut - 2, 0) + (piece[max(cut - 2, 0) : cut] + b"%").index(b"%")
+                piece, rest = piece[:cut], piece[cut:]
             piece = _ESCAPE.sub(_unescape, piece)
-        piece = piece.translate(None, string.whitespace.encode())
+        piece = piece.translate(_URL_SAFE, string.whitespace.encode())
+        if is_last and not is_padded and len(piece) % 4 > 1:
+            piece += b"=" * (-len(piece) % 4)
         keep = len(piece) if is_last else len(piece) // 4 * 4
         piece, rest = piece[:keep], piece[keep:] + rest
         if piece and is_padded:
@@ -424,6 +439,8 @@ def _decode_plain(piece: bytes) -> bytes | None:
 
 
 def _unescape(match: re.Match[bytes]) -> bytes:
+    if match[0].startswith(b"%"):
+        return unquote_to_bytes(match[0])
     if (plain := _ESCAPED.get(match[0])) is None:
         raise binascii.Error("Only base64 data is allowed")
     return plain

@@ -186,7 +186,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
     body.key.add_chat(
-        "".join(message.text for message in parsed.messages),
+        "".join(message.prompt_text for message in parsed.messages),
         parsed.sampling.max_tokens,
         is_spoken=parsed.speech is not None,
     )
