@@ -55,7 +55,21 @@ def compare(run: Any) -> dict[str, Any]:
     return {"launched": [*launched], "error": max(differences)}
 
 
+def read_scalars() -> None:
+    """Let the interpreter of Triton 3.6 read scalars, which are arrays of one element, with NumPy 2.4 or later."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
 def main() -> None:
+    read_scalars()
     torch.library.triton_op = lambda name, *, mutates_args: lambda function: function  # type: ignore[assignment]
     torch.library.wrap_triton = Launcher  # type: ignore[assignment]
     from mingc.artifacts.target import lookup

@@ -234,8 +234,9 @@ def _slots_decode(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequen
 def _slots_prefill(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequence[Tensor]:
     k, v = (make.normal(3, 20, kv_heads, size) for _ in range(2))
     qkv, turns = make.normal(7, (heads + 2 * kv_heads) * size), make.turns(7, size // 2)
-    out = contiguous_kv_prefill_attention(qkv, *turns, k, v, make.ints(2), make.ints(4), make.ints(5), None)
-    return out[:6], k[1:], v[1:]  # row 6 is padding
+    slots, prompts, places = make.ints(2), make.ints(0, 0, 0, 0, 0, 0, -1), make.ints(4, 5, 6, 7, 8, 9, 0)
+    out = contiguous_kv_prefill_attention(qkv, *turns, k, v, slots, prompts, places, None)
+    return out[:6], k[1:], v[1:]  # row 6 is padding, written to slot 0
 
 
 def _sliding(make: _Inputs, frames: int, size: int, rows: int) -> Sequence[Tensor]:
