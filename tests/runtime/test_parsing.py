@@ -662,6 +662,20 @@ def test_large_values_are_shortened_in_errors(body: dict[str, Any], message: str
     assert caught.value.message.startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"priority": 1 << 31}, "'priority' must be between -2147483647 and 2147483647."),
+        ({"audio": {"speech_lead": -1}}, "'audio.speech_lead' must be between 0 and 1000000."),
+        ({"max_tokens": 0}, "'max_tokens' must be between 1 and 16777216."),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**body)
+    assert (caught.value.message, caught.value.code) == (message, "invalid_value")
+
+
 def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
     for depth in range(900, 1000):
         with pytest.raises(RequestError):

@@ -114,6 +114,43 @@ def test_pauses_code_and_tags(text: str, spoken: str) -> None:
     assert read(text) == spoken
 
 
+@pytest.mark.parametrize(
+    ("text", "spoken"),
+    [
+        ("Qwen2.5 and USB3.0", "Qwen two point five and USB three point zero"),
+        ("Q4'23", "Q four twenty three"),
+        ("Rated 4.5/5 stars.", "Rated four point five out of five stars"),
+        ("Blood pressure is 120/80.", "Blood pressure is one twenty over eighty"),
+        ("$5/kg, 100 tokens/s, 3 meals/day",
+         "five dollars per kilogram one hundred tokens per second three meals per day"),
+        ("$50k-$60k", "fifty thousand dollars to sixty thousand dollars"),
+        ("30 min. by bus, the min. age", "thirty minutes by bus the minimum age"),
+        ("Wait 30s. In the 30s.", "Wait thirty seconds In the thirties"),
+        ("1980s-1990s", "nineteen eighties to nineteen nineties"),
+        ("y = 2x + 1 and 3x faster", "y equals two x plus one and three times faster"),
+        ("f = 3x - 1, b² - 4ac", "f equals three x minus one b squared minus four ac"),
+        ("5 x 4 = 20, 4 x 6 inches", "five times four equals twenty four by six inches"),
+        (".NET and .env", "dot NET and dot env"),
+        ("A 401(k) of Malcolm X", "A four oh one k of Malcolm X"),
+        ("3:45.2 and NO.1", "three forty five point two and number one"),
+        ("4111 1111 1111 1111", "four" + " one" * 15),
+        ("Call 020 7946 0958", "Call zero two zero seven nine four six zero nine five eight"),
+        ("2点30分开会，2.5点", "两点三十分开会二点五点"),
+        ("打85折或8折", "打八五折或八折"),
+        ("110报警，120急救，或119。911事件", "幺幺零报警幺二零急救或幺幺九九幺幺事件"),
+        ("第3.1节，第12章，图3-1", "第三点一节第十二章图三杠一"),
+        ("血压120/80，4.5/5分", "血压一百二十八十五分之四点五分"),
+        ("3·15晚会，9·18事变", "三一五晚会九一八事变"),
+        ("电话021-5555 8888", "电话零二幺五五五五八八八八"),
+        ("身高1米75，1米75厘米", "身高一米七五一米七十五厘米"),
+        ("8080端口，404错误", "八零八零端口四零四错误"),
+        ("好的。-20℃。120m²。30min。", "好的零下二十摄氏度一百二十平方米三十分钟"),
+    ],
+)  # fmt: skip
+def test_notations_of_frequent_texts(text: str, spoken: str) -> None:
+    assert plain(read(text)) == plain(spoken)
+
+
 @pytest.mark.parametrize("text", ["***", "🎉", "```\nx\n```", "<break/>", " \n"])
 def test_a_text_without_words_has_no_piece(text: str) -> None:
     assert list(spoken_pieces(text, 50, "natural")) == []

@@ -45,7 +45,7 @@ _SCALE = "(?:[十百千万亿]|百万|千万|万亿|[kKMB])"
 _MEASURES = (
     "个|只|条|张|本|位|名(?!列)|家|辆|台|件|套|双|杯|瓶|碗|盒|袋|包|箱|间|座|栋(?=楼|房)|幢|棵|朵|片|块|颗|粒|根|支|枝|把|顶|头|匹|群|"
     "次|遍|趟|回|场|顿|种|样|类|份|段|句|篇|首|部|集(?!团)|章(?!节)|层(?!楼)|排|列|组|队|对|封|道|项|笔|扇|面|口|滴|串|束|卷|盘|锅|桶|壶|"
-    "天|周|星期(?![一二三四五六日天])|个月|年|小时|分钟|秒|刻钟|岁|点(?!\\d)|元|块|毛|万|千|亿|米|公里|千米|公斤|斤|吨|升|里|英里|英尺|英寸|倍|人|方|边|侧|端|手|"
+    "天|周|星期(?![一二三四五六日天])|个月|年|小时|分钟|秒|刻钟|岁|点(?!\\d(?!\\d?分))|元|块|毛|万|千|亿|米|公里|千米|公斤|斤|吨|升|里|英里|英尺|英寸|倍|人|方|边|侧|端|手|"
     "代(?!码)|派|步|圈|页|处|所|门|班|架|艘|股|团|阵|届|批|桌|副|栏|轮|卡(?!车)|户|题|局|盏|株|叠|摞|行|帧|克|成(?!绩)|居室|室(?=一|两|\\d)"
 )
 _NOT_TWO = "月|日|号|楼|线|年级|班|路|等奖|级|月份|季度|世纪|环|栋|单元|区|组$|中|胎|战|维|手"
@@ -232,8 +232,9 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"\b[vV](\d+(?:\.\d+)?)(?![\d.]*\d)"), lambda m: f"V {number(m[1])}"),
         (re.compile(r"(?<![\d.])(?:\+?86[- ]?)?1[3-9]\d(?:[- ]?\d{4}){2}(?!\d)"), lambda m: ("加" if "+" in m[0]
          else "") + digits(re.sub(r"\D", "", m[0]), _PHONE)),
-        (re.compile(r"(?<![\d.])(?:0\d{2,3}[- ]?\d{7,8}(?:-\d{1,4})?|[48]00-?\d{3,4}-?\d{3,4}|\d{3}-\d{4}"
-            r"(?:-\d{4})?|\d{3}-\d{3}-\d{4})(?![\d-])"), lambda m: digits(re.sub(r"\D", "", m[0]), _PHONE)),
+        (re.compile(r"(?<![\d.])(?:0\d{2,3}[- ]?(?:\d{7,8}|\d{3,4}[- ]\d{4})(?:-\d{1,4})?"
+            r"|[48]00-?\d{3,4}-?\d{3,4}|\d{3}-\d{4}(?:-\d{4})?|\d{3}-\d{3}-\d{4})(?![\d-])"),
+         lambda m: digits(re.sub(r"\D", "", m[0]), _PHONE)),
         (re.compile(rf"(?P<word>{_PHONE_WORDS}(?:[是为：:\s]|号码|号|尾号)*)(?P<n>\d{{3,}}(?:[- ]\d+)*)"
             rf"(?![\d.]*[年月日元%])"), lambda m: m["word"] + digits(re.sub(r"\D", "", m["n"]), _PHONE)),
         (re.compile(r"(?<!\d)(10086|10010|10000|12306|12345|12315|12320)(?=$"
@@ -246,6 +247,13 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
          lambda m: digits(m[1])),
         (re.compile(r"(?<!\d)([12]\d{3})(?:[-–/](\d{2}|\d{4}))?(?=赛季|学年|年度|财年)"),
          lambda m: digits(m[1]) + (f"到{digits(m[2])}" if m[2] else "")),
+        (re.compile(r"(?<!\d)(110|119|120|122|114|911)(?=报警|火警|急救|查号|电话|热线|事件)|(?<=或)(110|119|120)(?=$|[，。])"),
+         lambda m: digits(m[0], _PHONE)),
+        (re.compile(r"(?<![\d.])(\d{3,5})(?=端口|错误)"), lambda m: digits(m[1])),
+        (re.compile(r"(?<![\d.])(\d{1,2})·(\d{1,2})(?!\d|\s*=)"), lambda m: digits(m[1] + m[2])),
+        (re.compile(r"(?<=[图表])\s?(\d+)-(\d+)"), lambda m: f"{cardinal(m[1])}杠{cardinal(m[2])}"),
+        (re.compile(r"(?<![\d.])([1-9][1-9])(?=折)"), lambda m: digits(m[1])),
+        (re.compile(r"(?<=\d米)(\d\d)(?![\d.A-Za-z厘毫米])"), lambda m: digits(m[1])),
         # times, scores, ratios
         (re.compile(rf"(?<=\d:\d\d)\s*[-–—~～]\s*(?={_DAY_PART}?\d{{1,2}}:\d\d)"), "到"),
         (re.compile(r"(比分|比例|比率|比例尺|以|赢|胜|负|输|平|配比|按)(?P<b>[^\d，。]{0,6}?)"
@@ -279,14 +287,18 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(rf"(?P<minus>(?<![\d\w])[-−]|(?<=[一-龥])[-−])?(?<![A-Za-z\d.])(?P<n>{_NUMBER})\s?"
             rf"(?P<unit>{units})(?![A-Za-z0-9])"), _unit),
         # fractions, ordinals, mathematics
-        (re.compile(r"(?<![\d/])(?:(?P<w>\d+)\s)?(?P<a>\d+)\s?[/⁄]\s?(?P<b>\d+)(?![\d/])"), _fraction),
-        (re.compile(r"第\s?(\d+)"), lambda m: f"第{cardinal(m[1])}"),
+        (re.compile(r"(血压[^\d，。]{0,6})(\d{2,3})/(\d{2,3})(?![\d/])"),
+         lambda m: f"{m[1]}{number(m[2])}，{number(m[3])}"),
+        (re.compile(r"(?<![\d/.])(\d+\.\d+)\s?/\s?(\d+)(?![\d/])"), lambda m: f"{number(m[2])}分之{number(m[1])}"),
+        (re.compile(r"(?<![\d/.])(?:(?P<w>\d+)\s)?(?P<a>\d+)\s?[/⁄]\s?(?P<b>\d+)(?![\d/])"), _fraction),
+        (re.compile(r"第\s?(\d+)(?!\.?\d)"), lambda m: f"第{cardinal(m[1])}"),
         (re.compile(r"(?<=\d)\s*[-−]\s*(?=\d+\s*=)"), "减"),
         (re.compile(r"\^2\s?"), "的平方"),
         (re.compile(r"\^3\s?"), "的立方"),
         (re.compile(r"\^\{?(-?\d+)\}?\s?"), lambda m: f"的{_signed(m[1])}次方"),
         (re.compile(r"(?<=\d)\s*[xX×*·]\s*(?=\d)"), "乘"),
         # letters with digits
+        (re.compile(r"(?<![A-Za-z])N[Oo]\.\s?(?=\d)"), "number "),
         (re.compile(r"(?<![A-Za-z])([A-Za-z]+(?:\+\+)?)[-–\s]?(\d+)(?![\d.,]*\d)([A-Za-z]+)?(?!\w*[年月日])"),
          _letters_number),
         (re.compile(r"([A-Za-z]+)[-–\s]?(\d+\.\d+)"), lambda m: f"{m[1]} {number(m[2])}"),

@@ -118,7 +118,7 @@ _ABBREVIATIONS: tuple[tuple[str, str], ...] = (  # a pattern without its dot; ma
      (r"[Ss]ec(?=\.\s*\d)", "section"),
     (r"pp(?=\.\s*\d)", "pages"), (r"p(?=\.\s*\d)", "page"), (r"[Ee]t al", "et al"), (r"[Mm]isc",
      "miscellaneous"), (r"[Gg]ov?t", "government"), (r"[Aa]ssn", "association"),
-    (r"[Ii]ncl", "including"), (r"[Nn]o(?=\.\s*\d)", "number"), (r"[Nn]os(?=\.\s*\d)", "numbers"), (r"[Aa]ppt",
+    (r"[Ii]ncl", "including"), (r"[Nn][Oo](?=\.\s*\d)", "number"), (r"[Nn]os(?=\.\s*\d)", "numbers"), (r"[Aa]ppt",
      "appointment"),
 )  # fmt: skip
 _ABBREVIATION = re.compile(
@@ -132,7 +132,7 @@ _ROMAN_NAMES = (
     "Henry|Louis|Elizabeth|George|Edward|Richard|William|James|Charles|John Paul|Benedict|Pius|Napoleon|Philip|Peter|"
     "Catherine|Frederick|Ferdinand|Alexander|Nicholas|Ramses|Ramesses|Ivan|Gregory|Leo|Innocent|Clement|Paul|Mary|Robert|Otto|Alfonso|"
     "Gustav|Christian|Leopold|Francis|Joseph|Albert|Rama|Urban|Constantine|Cleopatra|Darius|Xer"
-    "xes|Ptolemy|Malcolm|David|Haakon|Harald|Olav|Carl|Margaret|Margrethe|Victor Emmanuel|Thutm"
+    "xes|Ptolemy|David|Haakon|Harald|Olav|Carl|Margaret|Margrethe|Victor Emmanuel|Thutm"
     "ose|Amenhotep|Julius|Sixtus|Boniface|Wilhelm|Pope \\w+|King \\w+|Queen \\w+|Emperor \\w+"
 )
 _ROMAN = r"(?=[IVXLC])(?:XC|XL|L?X{0,3})(?:IX|IV|V?I{0,3})"
@@ -510,7 +510,7 @@ def _power(match: _Match) -> str:
 
 
 def _plain(match: _Match) -> str:
-    return number(match[0])
+    return (" " if match.string[: match.start()][-1:].isalpha() else "") + number(match[0])
 
 
 def _host(match: _Match) -> str:
@@ -572,6 +572,7 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"\+\d{1,3}(?:[ -]?\d{2,5}){2,5}(?![\w-])"), _phone),
         (re.compile(r"(?<![\w.$€£,-])\d{3}-\d{4}(?![\w-])"), _phone),
         (re.compile(r"(?<![\w-])\d{3}-\d{2}-\d{4}(?![\w-])"), _phone),
+        (re.compile(r"(?<![\w.,-])(?:\d{4}(?: \d{4}){3}|0\d{2,4}(?: \d{3,4}){2})(?![\w-])"), _phone),
         (re.compile(r"\b(?<=call |dial |text |ring )(?P<n>\d{3}|\d{5,6})\b(?![,.]\d|\s+[a-z]+s\b)", any_case),
          lambda m: spell(m[0])),
         (re.compile(r"\b1-(800|8[3-8]\d)-(?=[A-Z])"),
@@ -584,7 +585,11 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"\b(?P<name>Python|Java|PHP|Ruby|Node|Django|CUDA|Ubuntu|iOS|Android|macOS|Windows|Rust|Go"
             r"|Debian|Kubernetes|PyTorch|TensorFlow|Swift|Kotlin|Perl|Postgres(?:QL)?|MySQL) (\d+\.\d+)\b(?!%)"),
          lambda m: f"{m['name']} {' point '.join(cardinal(p) for p in m[2].split('.'))}"),
-        (re.compile(r"(?<![\w.,])(?:['’](?=\d\ds))?([12]\d\d0|[2-9]0)['’]?s\b"), _decade),
+        (re.compile(r"(\b(?:wait|waits|after|every|within|about|takes?|took|than|least) )(\d+)s\b"
+            r"|()\b(\d0)s(?= (?:timeout|delay|interval|pause|wait|limit|cooldown)\b)", any_case),
+         lambda m: f"{m[1] or ''}{_counted(m[2], 'second') if m[2] else cardinal(m[4]) + ' second'}"),
+        (re.compile(r"(?<![\w.,])(?:['’](?=\d\ds))?([12]\d\d0|[2-9]0)['’]?s\b(?:[-–—](?=(?:[12]\d)?\d0s\b))?"),
+         lambda m: _decade(m) + (" to " if m[0][-1] in "-–—" else "")),
         (re.compile(r"(?<=ISBN)(?P<is>[^\d\n]{0,6})(?P<n>\d[\d-]{8,15}\d)"), lambda m: m["is"] + spell(m["n"])),
         (re.compile(r"(?<=[Ff]light )(?P<is>(?:is |number |no )?[A-Z]{2}) ?(\d{2,4})\b"),
          lambda m: f"{m['is']} {spell(m[2])}"),
@@ -596,7 +601,7 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
          r"\1 to "),
         (re.compile(r"(?<=\d)\s*([ap])\.?\s?m\b\.?\s*[-–—]\s*(?=\d)", any_case), r" \1m to "),
         (re.compile(r"(?<=\d:\d\d)\s*[-–—~]\s*(?=\d{1,2}:\d\d)"), " to "),
-        (re.compile(r"(?<![\d:.])(?P<h>\d{1,2}):(?P<min>\d\d)(?::(?P<s>\d\d)(?:\.\d+)?)?(?:Z\b)?(?:\s*"
+        (re.compile(r"(?<![\d:.])(?P<h>\d{1,2}):(?P<min>\d\d)(?::(?P<s>\d\d)(?:\.\d+)?)?(?!\.\d)(?:Z\b)?(?:\s*"
             r"(?P<half>[ap])\.?\s?m\b(?:\.(?=\s|$|[,;)]))?)?(?P<oclock>\s+o'clock)?(?![\d:])(?!\s+(?:ratio|aspect"
             r"|odds|scale))", any_case),
          lambda m: _time(m) + (m["oclock"] or "")),
@@ -605,6 +610,8 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"\b(Psalms?|Genesis|Exodus|Matthew|Mark|Luke|John|Acts|Romans|Corinthians|Isaiah|Proverbs) "
             r"(\d+):(\d+)"),
          lambda m: f"{m[1]} {cardinal(m[2])} {cardinal(m[3])}"),
+        (re.compile(r"(?<![\w.:])(\d{1,2}):([0-5]\d\.\d+)(?![\d:])"),
+         lambda m: f"{cardinal(m[1])} {'oh ' if m[2][0] == '0' else ''}{number(m[2].removeprefix('0'))}"),
         (re.compile(r"(?<![\w.:])(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?::(\d+))?(?![\d:])"), _ratio),
         # fixed expressions and scores
         (re.compile(r"\b24/7(?:/365)?\b"), lambda m: "twenty four seven" + (" three sixty five"
@@ -624,6 +631,8 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"\b([Aa]partment|[Ss]eat|[Rr]ow|[Gg]ate|[Uu]nit|[Rr]oom|[Pp]latform|[Tt]rack|[Ss]uite"
             r"|[Ff]lat) (\d+)([A-Z])\b"), lambda m: f"{m[1]} {cardinal(m[2])} {m[3]}"),
         # money
+        (re.compile(rf"(?<=\d)(?P<scale>[kKMB]|bn|m)?\s?[-–—]\s?(?=(?:{_SIGNS})\s?\d)"),
+         lambda m: f"{m['scale'] or ''} to "),
         (re.compile(rf"(?P<minus>[-−](?=\D))?(?P<sign>{_SIGNS})\s?(?P<n>{_NUMBER}){scale}(?P<hyphen>-(?=[a-z]))?"
             rf"(?P<noun>(?=\s(?:bill|note|coin|gift|fee|fine|budget|prize|coupon|voucher|bonus|discount)s?\b))?",
          any_case), _money_before),
@@ -631,6 +640,10 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(rf"\b(?P<sign>{_CODES})\s?(?P<n>{_NUMBER}){scale}(?!\w)"), _money_after),
         (re.compile(rf"(?P<n>{_NUMBER})\s?¢"), lambda m: _counted(m["n"], "cent")),
         # measures
+        (re.compile(r"(?<![\w./])(\d\.\d+)\s?/\s?(\d{1,3})(?![\w/]|\.\d)"),
+         lambda m: f"{number(m[1])} out of {number(m[2])}"),
+        (re.compile(r"(\b(?:blood pressure|BP)\b[^\d.;!?]{0,30}?)(\d{2,3})/(\d{2,3})(?![\w/])", any_case),
+         lambda m: f"{m[1]}{_pairs(m[2]) if len(m[2]) == 3 else cardinal(m[2])} over {cardinal(m[3])}"),
         (re.compile(rf"(?<![\w./])(?:(?P<w>\d+)[ -])?(?P<a>\d+)\s?[/⁄]\s?(?P<b>\d+)(?![\w/]|\.\d)(?:(?:-|\s?)"
             rf"(?P<unit>{units})(?![\w/]))?"), _fraction),
         (re.compile(r"(?<![\w.])(\d+)\s?(?:ft\b\.?|feet)\s?(\d+)\s?(?:in\b\.?|inches|inch)"), _feet),
@@ -639,8 +652,12 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"(?<![\w.])(\d+)\s?″"), lambda m: _counted(m[1], "inch")),
         (re.compile(r"(?<![\w.,])(\d{3,4})\s?[x×]\s?(\d{3,4})(?![\w,])"),
          lambda m: f"{_pairs(m[1])} by {_pairs(m[2])}"),
+        (re.compile(rf"(?<=\d)\s?x\s?(?=(?:{_NUMBER})\s?=)"), " times "),
         (re.compile(rf"(?<![\w.,])(?P<n>{_NUMBER})\s?[x×]\s?(?=\d)"), lambda m: f"{number(m['n'])} by "
          if "x" in m[0] else f"{number(m['n'])} times "),
+        (re.compile(r"(?<![\w.,])(\d+)x(?=\s*[-+−=^])|(?<=[-+−=] )(\d+)x\b"),
+         lambda m: f"{cardinal(m[1] or m[2])} x"),
+        (re.compile(r"(?<=\b[xyzn])(?:\s*[-−]\s*(?=\d)|\s+[-−]\s+(?=[\dxyzn]))"), " minus "),
         (re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?)[x×](?![\w])"), lambda m: f"{number(m[1])} times"),
         (re.compile(rf"(?<![\w.,])(?P<minus>[-−])?(?P<n>{_NUMBER})(?:(?P<gap>\s)|(?P<hyphen>-))?(?P<unit>{units})"
             rf"(?P<power>\s?\^[23]\s?|[23](?![\w.]))?(?:\s?/\s?(?P<per>{per})(?![A-Za-z²]))?(?![A-Za-z0-9²³])"),
@@ -651,8 +668,8 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         # fractions, ordinals, decades, Roman numerals
         (re.compile(r"(?<![\w.])(\d{1,3}(?:,\d{3})+|\d+)(?:st|nd|rd|th)\b", any_case),
          lambda m: ordinal(int(m[1].replace(",", ""))) if len(m[1]) < 30 else m[0]),
-        (re.compile(r"['’](\d\d)\b(?!['’\"])"), lambda m: cardinal(str(int(m[1]))) if m[1][0] != "0"
-         else "oh " + cardinal(m[1][1])),
+        (re.compile(r"['’](\d\d)\b(?!['’\"])"), lambda m: " " + (cardinal(m[1]) if m[1][0] != "0"
+         else "oh " + cardinal(m[1][1]))),
         (re.compile(rf"\b(?P<w>(?i:{_ROMAN_BEFORE})s? )(?P<r>{_ROMAN})\b"),
          lambda m: m["w"] + cardinal(str(_roman_value(m["r"]))) if m["r"] else m[0]),
         (re.compile(rf"\b(?P<w>(?:{_ROMAN_NAMES}) )(?P<r>{_ROMAN})\b(?!')"),
@@ -681,7 +698,7 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         (re.compile(r"(?<=[\w)])\s*[*×·]\s*(?=[\w(])"), " times "),
         (re.compile(r"(?<=\d)\s*[-−–]\s*(?=\d)"), " minus "),
         (re.compile(r"(?<![\w)])[-−–](?=\.?\d)"), "minus "),
-        (re.compile(r"(?<=[\w)])\s+[-−]\s+(?=[\w(][\w\s^]*=)"), " minus "),
+        (re.compile(r"(?<=[\w)])\s+[-−]\s+(?=[\w(][\w\s^]*=)|(?<=squared)\s+[-−]\s+(?=[\w(])"), " minus "),
         (re.compile(r"#(?=\d)"), " number "),
         (re.compile(r"#(?=[^\W\d])"), " hashtag "),
         (re.compile(r"~\s?(?=\d)"), " about "),
@@ -718,9 +735,17 @@ _WORDS = (
     (re.compile(r"\bvs\b"), "versus"),
     (re.compile(r"\bWW(?=I{1,2}\b)"), "World War "),
     (
-        re.compile(r"(?<=[\dkKMB%€£¢])\s?/\s?(month|year|week|day|hour|night|person|user|mo|yr|hr|wk)\b"),
-        lambda m: f" per {_PER.get(m[1], m[1])}",
+        re.compile(
+            r"(?<=[\dkKMB%€£¢])\s?/\s?(month|year|week|day|hour|night|person|user|mo|yr|hr|wk|lb|kg|oz|gal|kWh|GB)\b"
+        ),
+        lambda m: f" per {_PER.get(m[1]) or _UNITS.get(m[1], m[1])}",
     ),
+    (
+        re.compile(r"(?<=[a-z]s)/(month|year|week|day|hour|minute|min|second|sec|s)\b(?!/)"),
+        lambda m: f" per {_PER[m[1]]}",
+    ),
+    (re.compile(r"(?<![\w./])\.(?=(?:NET|env|gitignore)\b)"), "dot "),
+    (re.compile(r"\b40([13])\(([kb])\)"), lambda m: f"four oh {cardinal(m[1])} {m[2]}"),
     (re.compile(r"\b([CF])#(?!\w)"), r"\1 sharp"),
     (re.compile(r"<([A-Za-z]\w*(?:, ?\w+)*)>"), r" \1 "),
 )
@@ -745,6 +770,7 @@ def read_english(text: str) -> str:
     """The words of a clause without markup. Letters that are not English stay."""
     text = _FILE_DOT.sub(" dot ", _LINK.sub(_host, text))
     if "." in text or "St" in text or "Dr" in text:
+        text = re.sub(r"(?<=\d)\s?(min|sec|hr)\.(?=\s+[a-z])", r" \1", text)
         text = _STREET.sub(_street, text)
         text = _ABBREVIATION.sub(_abbreviation, text)
         text = re.sub(r"\bPh\.\s?D\b\.?", "P h D", text)

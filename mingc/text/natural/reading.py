@@ -15,6 +15,7 @@ Language = Literal["en", "zh", "other"]
 _IDEOGRAPH = re.compile("[㐀-䶿一-鿿豈-﫿]")
 _KANA_OR_HANGUL = re.compile("[぀-ヿㇰ-ㇿ가-힯ᄀ-ᇿ]")
 _LATIN_WORD = re.compile(r"[A-Za-zÀ-ɏ]+(?:['’][A-Za-z]+)*")
+_AFTER_NUMBER = re.compile(r"(?<=\d)[°º]?[A-Za-zµμ/]{1,4}(?![A-Za-z])")
 _QUOTES = str.maketrans(dict.fromkeys("\"“”„«»「」『』《》〈〉", " ") | {"(": ",", ")": ",", "[": ",", "]": ",",
  "{": ",", "}": ",", "（": "，", "）": "，", "【": "，", "】": "，", "’": "'", "‘": "'"})  # fmt: skip
 _MARKS = ",.!?;:，。！？；：、"
@@ -31,6 +32,8 @@ def language_of(text: str, before: Language) -> Language:
     ideographs = len(_IDEOGRAPH.findall(text))
     if _KANA_OR_HANGUL.search(text):
         return "other"
+    if not ideographs and before == "zh":
+        text = _AFTER_NUMBER.sub("", text)  # units are no words of another language
     words = len(_LATIN_WORD.findall(text))
     if ideographs:
         return "zh" if 2 * ideographs >= words else "en"
