@@ -101,6 +101,12 @@ class ClipFile:
         self._file.seek(0)
         return num_bytes
 
+    def close(self) -> None:
+        """Drop the clip: the encoder before its file, into which it writes at its end."""
+        if self._flac is not None and not self._file.closed:
+            self._flac.close()
+        self._file.close()
+
 
 class Base64Stream:
     """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import io
 import wave
@@ -25,7 +26,7 @@ from mingc.server.audio_format import (
     to_pcm16,
     wav_header,
 )
-from mingc.server.http.clips import LiveClip
+from mingc.server.http.clips import KeptClip, LiveClip
 
 RATE = 44100
 FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac")
@@ -102,6 +103,23 @@ def test_base64_in_pieces_joins_to_base64_of_the_whole(pieces: list[bytes]) -> N
     assert "".join(parts) == base64.b64encode(b"".join(pieces)).decode()
     assert b"".join(base64.b64decode(part, validate=True) for part in parts) == b"".join(pieces)
     assert not any("=" in part for part in parts[:-1])
+
+
+@pytest.mark.parametrize("audio_format", FORMATS)
+def test_a_clip_that_is_dropped_prints_nothing(
+    audio_format: AudioFormat, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An encoder that ends after its file reports every call of libsndfile on stderr."""
+
+    async def leave() -> None:
+        clip = KeptClip(spec(audio_format), lambda _: None)
+        for piece in chunks(*[14112] * 12):
+            await clip.add(piece)
+        clip.close()
+
+    asyncio.run(leave())
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("audio_format", ["wav", "flac"])

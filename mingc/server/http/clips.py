@@ -131,7 +131,7 @@ class KeptClip:
     def close(self) -> None:
         """Drop the clip."""
         with self._lock:
-            self._file.close()
+            self._clip.close()
 
     def _write(self) -> None:
         with self._lock, _needing_space():
