@@ -30,6 +30,7 @@ class LogWriter:
         self.num_bytes = 0  # not yet written
         self._descriptor = descriptor
         self._num_reported = 0
+        self._is_stalled = False
         self._lines: deque[bytes] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -52,10 +53,13 @@ class LogWriter:
                 self._thread.start()
 
     def flush(self) -> None:
-        """Wait until all lines are written, unless the reader stalls."""
+        """Wait until all lines are written, unless the reader stalls.
+
+        For a reader that stalls only the first call waits: at exit, every handler of a library flushes stderr.
+        """
         with self._changed:
-            while self.num_bytes and self._changed.wait(_STALLED_S):
-                pass
+            while self.num_bytes and not self._is_stalled:
+                self._is_stalled = not self._changed.wait(_STALLED_S)
 
     def _add(self, line: bytes) -> None:
         self._lines.append(line)
@@ -81,6 +85,7 @@ class LogWriter:
             is_written = self._write(data)
             with self._changed:
                 self.num_bytes -= len(data)
+                self._is_stalled = False
                 self.num_dropped += 0 if is_written else len(part)
                 self._changed.notify_all()
                 if not is_written:
