@@ -10,7 +10,7 @@ import pytest
 from mingc.server import log_writer
 from mingc.server.log_writer import LogWriter
 
-LINES = [b"%06d\n" % index for index in range(40_000)]  # more than a pipe holds
+LINES = [b"%0200d\n" % index for index in range(2_000)]  # more than a pipe holds
 
 
 def test_only_the_first_flush_waits_for_a_reader_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +44,4 @@ def test_only_the_first_flush_waits_for_a_reader_that_stalls(monkeypatch: pytest
         assert next(stream) == b"last\n"
     writer.flush()
     assert writer.num_bytes == 0
+    os.close(descriptor)
