@@ -169,7 +169,14 @@ def test_speech_loop_matches(
     embeds, slot = golden[prefix + "inputs_embeds"][0], torch.tensor([1])
     ids, use_embed = torch.zeros(len(embeds), dtype=torch.int64), torch.ones(len(embeds), dtype=torch.bool)
     hidden = llm.prefill(
-        ids, embeds, use_embed, slot, torch.tensor([0]), torch.tensor([len(embeds) - 1]), *slots
+        ids,
+        embeds,
+        use_embed,
+        torch.zeros_like(ids),
+        torch.arange(len(ids)),
+        slot,
+        torch.tensor([len(embeds) - 1]),
+        *slots,
     )[0]
     history, controls = golden[prefix + "first_history"], golden[prefix + "sde_args"]
     values = stage.parameters(llm_config, StageOptions())

@@ -103,7 +103,10 @@ class TensorRtEngine(Engine):
             own[index] = tensors[index].index_select(0, rows)
         values = self._execute(own)
         for index, value in zip(self._header.state, values[count:], strict=True):
-            tensors[index].index_copy_(0, rows, value)
+            tensors[index].index_copy_(0, slots, value[1:])
+            tensors[index][0] = value[
+                0
+            ]  # last: padding of `slots` is row 0 as well, and its copies are unchanged
         return values[:count]
 
     def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
