@@ -20,15 +20,13 @@ from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.stage import GraphDef, Shard, Stage, WeightSource
 from mingc.export.weights.loading import part_of, stored_meta_module
 
-PROCESS_DEVICE = (
-    1 << 30
-)  # CUDA context, library workspaces and loaded kernels of a process, also while it is idle
+# CUDA context, library workspaces and loaded kernels of a process, also while it is idle.
+PROCESS_DEVICE = 1 << 30
 PROCESS_HOST = 3 << 29  # torch, its compiler and their modules
 _COMPILE_HOST = 2 << 30  # graphs, generated code and the C++ compiler of one compile
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-_PERTURBED = (
-    32 * 32
-)  # checks of experts: perturbations of a token, times twice the tokens that each expert shall get
+# Checks of experts: perturbations of a token, times twice the tokens that each expert shall get.
+_PERTURBED = 32 * 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -262,10 +262,7 @@ class OmniService:
                         priority=priority,
                         recorder=recorder,
                     )
-                    spoken_text = SpokenText(
-                        speech.max_segment_length,
-                        speech_text or speech.speech_text,
-                    )
+                    spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
                 prompt, keys, encoded = await self._offload(
                     lambda: pipeline.prepare(prepare, timings, stream)
                 )

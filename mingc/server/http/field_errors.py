@@ -152,9 +152,8 @@ def validation_error(reason: str, type_: type, raw: bytes = b"") -> RequestError
     types = list(_types_at(type_, keys))
     if match := _CHOICE.fullmatch(reason):
         return _unknown_choice(param, types, match[1].strip("'"))
-    types = [
-        each.type if isinstance(each, inspect.Metadata) else each for each in types
-    ]  # of a described field
+    # A described field's type is wrapped.
+    types = [each.type if isinstance(each, inspect.Metadata) else each for each in types]
     if types and not any(isinstance(each, inspect.IntType | inspect.FloatType) for each in types):
         names = dict.fromkeys(_JSON_TYPES.get(type(each), "str") for each in types)  # 1e999 for a string
         return wrong_type(param, _in_words(" | ".join(names)), "a number")

@@ -1,7 +1,6 @@
 """Reads the numbers, units and symbols of a Chinese clause; English words and names in it stay as they are.
 
-As in `english`, the first rules rewrite notations with several numbers,
- and later ones read the digits that they leave.
+As in `english`, the first rules rewrite notations with several numbers, and later ones read the digits that they leave.
 """
 
 from __future__ import annotations

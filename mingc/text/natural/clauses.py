@@ -1,9 +1,7 @@
 """Cuts a text that arrives in deltas into clauses. The places do not depend on how it was split into deltas.
 
-Every clause is read on its own,
- so a live answer has the same words as the whole text. A place is decided as soon as no
-further text can change it: inside a link, a tag, inline code, a number or an abbreviation it waits
- for what follows.
+Every clause is read on its own, so a live answer has the same words as the whole text. A place is decided as soon as no
+further text can change it: inside a link, a tag, inline code, a number or an abbreviation it waits for what follows.
 """
 
 from __future__ import annotations

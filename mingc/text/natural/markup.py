@@ -24,10 +24,8 @@ _STEPS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"!?\[([^\[\]\n]*)\](?:\([^()\s]*\)|\[[^\[\]\n]*\])"), r"\1"),  # links and images
     (re.compile(r"\[\^\w+\]|(?<=[\w.,;)])\[\d+(?:[,–-] ?\d+)*\]"), ""),  # footnotes
     (re.compile(r"^\s*(?:[-*_] ?){3,}\s*$"), ""),  # rules
-    (
-        re.compile(r"^\s*\|?(?:\s*:?-{2,}:?\s*\|)+\s*(?::?-{2,}:?)?\s*$"),
-        "",
-    ),  # the line below the head of a table
+    # the line below the head of a table
+    (re.compile(r"^\s*\|?(?:\s*:?-{2,}:?\s*\|)+\s*(?::?-{2,}:?)?\s*$"), ""),
     (re.compile(r"^(?:\s*>)+\s?"), ""),
     (re.compile(r"^\s*#{1,6}(?:\s+|$)"), ""),
     (re.compile(r"\s+#+\s*$"), ""),

@@ -104,9 +104,8 @@ class TensorRtEngine(Engine):
         values = self._execute(own)
         for index, value in zip(self._header.state, values[count:], strict=True):
             tensors[index].index_copy_(0, slots, value[1:])
-            tensors[index][0] = value[
-                0
-            ]  # last: padding of `slots` is row 0 as well, and its copies are unchanged
+            # Padding of `slots` is row 0 as well, with unchanged copies: the row itself is written last.
+            tensors[index][0] = value[0]
         return values[:count]
 
     def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
