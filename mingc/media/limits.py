@@ -11,9 +11,8 @@ from mingc.errors import RequestError
 
 MIB = 1 << 20
 DEFAULT_MEDIA_BYTES = 384 * MIB
-MAX_PIXELS = (
-    1 << 26
-)  # of a picture or a frame as it is sent: 8192 × 8192, four times the maximum of the encoder
+# Of a picture or a frame as it is sent: 8192 × 8192, four times the maximum of the encoder.
+MAX_PIXELS = 1 << 26
 MAX_VIDEO_FRAMES = 1 << 18  # in a file: 2.4 hours at 30 a second
 
 

@@ -33,9 +33,8 @@ _MAX_THREADS = 8
 _FIX = "send a complete video file with a video track, such as MP4 (H.264) or WebM (VP9)"
 _NO_TIME = -(1 << 62)
 _FALLBACK_BITS = 24  # per pixel, if the header has no format: 10 bits, 4:2:0
-_MAX_JITTER_S = (
-    0.05  # frames this close to a constant rate have that rate; the prompt states tenths of a second
-)
+# Frames this close to a constant rate have that rate; the prompt states tenths of a second.
+_MAX_JITTER_S = 0.05
 _SIDE_BYTES = 0.5  # per pixel, for the motion vectors of a decoder
 
 
