@@ -24,12 +24,32 @@ MIN_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Constraint:
+    """What the text of an answer must match.
+
+    Attributes:
+        kind: `json`: a JSON schema; `regex`; `choice`: a JSON array of strings; `grammar`: Lark.
+        text: the schema, pattern, strings or grammar.
+        param: the field of the request that has it, for error messages.
+        after: token after which the constraint begins, and begins again; None: at the answer's first token.
+    """
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+    param: str
+    after: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """Sampling of text tokens and the end of an answer.
 
     Temperature 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. An answer ends at the model's stop tokens,
     unless `ignore_eos`, and at `stop_token_ids`. Before it has `min_tokens` tokens, none of them is sampled and no stop
-    string ends it.
+    string ends it. `presence_penalty` and `frequency_penalty` count tokens of the answer. `logit_bias` has (token,
+    bias) pairs; `banned_tokens` are never sampled.
+
+    `num_logprobs`: how many of the most likely tokens each `TextDelta` has; 0: the sampled token alone; None: nothing.
     """
 
     max_tokens: int = 2048
@@ -43,6 +63,12 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    banned_tokens: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     @property
     def draws(self) -> bool:
@@ -108,14 +134,28 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of one step, by the raw logits: float32 log-softmax before penalties, bans and temperature.
+
+    Attributes:
+        logprob: of the sampled token.
+        top: (token, log probability) of the most likely tokens, in descending order.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None if the text completes an answer without a new token.
+    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them.
     """
 
     text: str
     token: int | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
