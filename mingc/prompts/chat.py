@@ -6,23 +6,37 @@ The format follows the reference's processor, not the tokenizer's jinja template
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaKind, MediaPart, Message, ToolCall, VideoParams
+from mingc.prompts.conversation import (
+    MediaKind,
+    MediaPart,
+    Message,
+    Part,
+    TextPart,
+    ThoughtPart,
+    ToolCall,
+    VideoParams,
+)
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
 from mingc.prompts.media_decoder import NO_SOUND, MediaDecoder, MediaTask
 from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.prompts.tools import Tool, ToolTokens, find_tool_tokens, tool_block
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
+
+# A client may keep the thought of an answer in its text.
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 _BLOCK_TOKENS = 3  # start and end of an image or clip, and its newline
 
@@ -48,6 +62,9 @@ class ChatProcessor:
             write roles and turns; otherwise they are plain text. Media stay at the position of their parts.
         decoder: decodes media one by one; None: encoded media are refused.
         cached_characters: recent texts of so many characters keep their token ids.
+
+    Attributes:
+        tool_tokens: None if the tokenizer lacks one of them; tools are then refused.
     """
 
     def __init__(
@@ -65,6 +82,7 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
         self._decoder = decoder
+        self.tool_tokens = find_tool_tokens(tokenizer)
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
         )
@@ -84,18 +102,24 @@ class ChatProcessor:
         self._encode.clear()
 
     def prepare(
-        self, messages: Sequence[Message], *, video: VideoParams | None = None, thinking: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        video: VideoParams | None = None,
+        thinking: bool = False,
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
-        System messages at any place are joined by newlines. Earlier calls of tools and their results stand as the
-        released template writes them; its block of tools is not written. Media stand where their parts stand, whatever
-        the text says; the reference drops one medium for each literal tag of its kind (`<image>`).
+        System messages at any place are joined by newlines. Tools, earlier calls and their results, and the thoughts
+        of answers after the last user message stand as the released template writes them; earlier thoughts are left
+        out. Media stand where their parts stand, whatever the text says; the reference drops one medium for each
+        literal tag of its kind (`<image>`).
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
         check_messages(messages)
-        self._check_length(messages)
+        self._check_length(messages, tools)
         video = video or VideoParams()
         left = _Left(
             num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
@@ -108,38 +132,46 @@ class ChatProcessor:
             ),
         )
         if left.num_media:
-            num_text = len(self._write(messages, thinking, lambda part: ()).ids)
+            num_text = len(self._write(messages, tools, thinking, lambda part: ()).ids)
             left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
-        return self._finish(self._write(messages, thinking, lambda part: self._features(part, video, left)))
+        return self._finish(
+            self._write(messages, tools, thinking, lambda part: self._features(part, video, left))
+        )
 
     def _write(
-        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Iterable[Features]]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        thinking: bool,
+        decode: Callable[[MediaPart], Iterable[Features]],
     ) -> PromptWriter:
         """Write all texts, and the media that `decode` gives."""
         system = [message.text for message in messages if message.role == "system"]
-        text = "\n".join(system) if system else self._thinker.default_system_text
-        suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
         writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
-        writer.text(text + suffix)
+        writer.text("\n".join(system) if system else self._thinker.default_system_text)
+        suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
+        if tools:
+            line = suffix.lstrip("\n")
+            writer.text(suffix.removesuffix(line))  # what separates the system text from what follows it
+            for piece in tool_block(tools, self._require_tool_tokens("tools")):
+                writer.text(piece) if isinstance(piece, str) else writer.token(piece)
+            suffix = "\n" + line
+        writer.text(suffix)
         writer.token(self._turn_end)
         turns = [message for message in messages if message.role != "system"]
+        last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=len(turns))
         for index, message in enumerate(turns):
             is_result = message.role == "tool"
             if not (is_result and index and turns[index - 1].role == "tool"):
                 self._write_role(writer, _ROLES[message.role])
             if is_result:
-                self._write_tagged(writer, "\n", "tool_response", message.text)
-            for place, part in enumerate(() if is_result else message.parts):
-                if isinstance(part, ToolCall):
-                    name = json.dumps(part.name, ensure_ascii=False)
-                    call = f'{{"name": {name}, "arguments": {part.arguments}}}'
-                    self._write_tagged(writer, "\n" if place else "", "tool_call", call)
-                elif isinstance(part, MediaPart):
-                    for features in decode(part):
-                        writer.media(features)
-                else:
-                    writer.text(part.text)
+                self._write_result(writer, message.text)
+            else:
+                thought, parts = _split_thought(message)
+                if thought and index > last_user:
+                    writer.text(f"\n<think>\n{thought}\n</think>\n\n")
+                self._write_parts(writer, parts, decode)
             if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
                 writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
@@ -151,12 +183,44 @@ class ChatProcessor:
         writer.text(role)
         writer.token(self._role_end)
 
-    def _write_tagged(self, writer: PromptWriter, before: str, tag: str, text: str) -> None:
-        """Write `text` between the special tokens of `tag`."""
-        writer.text(before)
-        writer.token(self._tokenizer.token_id(f"<{tag}>"))
+    def _write_parts(
+        self,
+        writer: PromptWriter,
+        parts: Sequence[Part],
+        decode: Callable[[MediaPart], Iterable[Features]],
+    ) -> None:
+        for place, part in enumerate(parts):
+            if isinstance(part, ToolCall):
+                tokens = self._require_tool_tokens("messages")
+                writer.text("\n" if place else "")
+                writer.token(tokens.call_start)
+                name = json.dumps(part.name, ensure_ascii=False)
+                writer.text(f'\n{{"name": {name}, "arguments": {part.arguments}}}\n')
+                writer.token(tokens.call_end)
+            elif isinstance(part, MediaPart):
+                for features in decode(part):
+                    writer.media(features)
+            else:
+                writer.text(part.text)
+
+    def _write_result(self, writer: PromptWriter, text: str) -> None:
+        """Write the result of a call."""
+        tokens = self._require_tool_tokens("messages")
+        writer.text("\n")
+        writer.token(tokens.response_start)
         writer.text(f"\n{text}\n")
-        writer.token(self._tokenizer.token_id(f"</{tag}>"))
+        writer.token(tokens.response_end)
+
+    def _require_tool_tokens(self, param: str) -> ToolTokens:
+        if self.tool_tokens is None:
+            raise RequestError(
+                "the tokenizer of this model has no tokens for calls of tools",
+                where=param,
+                fix="leave out 'tools', and messages with calls and results",
+                param=param,
+                code="unsupported_parameter",
+            )
+        return self.tool_tokens
 
     def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Iterator[Features]:
         for kind in _kinds(part, video):
@@ -195,11 +259,11 @@ class ChatProcessor:
                 return None
             raise
 
-    def _check_length(self, messages: Sequence[Message]) -> None:
+    def _check_length(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
-        num_characters = sum(
-            part.size for message in messages for part in message.parts if not isinstance(part, MediaPart)
-        )
+        parts = (part for message in messages for part in message.parts)
+        num_characters = sum(part.size for part in parts if not isinstance(part, MediaPart))
+        num_characters += sum(len(tool.definition) for tool in tools)
         if num_characters > self._max_characters:
             raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
 
@@ -226,6 +290,17 @@ class ChatProcessor:
             spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)
         )
         return PreparedPrompt(tokens=prompt, media=media)
+
+
+def _split_thought(message: Message) -> tuple[str, Sequence[Part]]:
+    """The thought of an answer without line breaks around it, and its other parts."""
+    thought = "".join(part.text for part in message.parts if isinstance(part, ThoughtPart))
+    parts = [part for part in message.parts if not isinstance(part, ThoughtPart)]
+    if message.role == "assistant" and parts and isinstance(first := parts[0], TextPart):
+        if found := _THOUGHT.match(first.text):
+            rest = first.text[found.end() :]
+            return (thought or found[1]).strip("\n"), [replace(first, text=rest)] * bool(rest) + parts[1:]
+    return thought.strip("\n"), parts
 
 
 def _num_tokens(features: Features, merge_size: int) -> int:

@@ -80,10 +80,15 @@ class TextTokenizer:
 
     def token_id(self, token: str) -> int:
         """The id of the token with exactly this text. Raises: IntegrityError for an unknown token."""
-        found = self._tokenizer.token_to_id(token)
+        found = self.find_token(token)
         if found is None:
             raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
-        return int(found)
+        return found
+
+    def find_token(self, token: str) -> int | None:
+        """The id of the token with exactly this text; None for an unknown token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
 
 def load_tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:
