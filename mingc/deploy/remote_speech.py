@@ -138,7 +138,7 @@ class RemoteSpeechService:
             nonlocal end
             async with aclosing(text):  # type: ignore[type-var]  # services' iterators are generators
                 async for event in text:
-                    if isinstance(event, TextDelta):
+                    if isinstance(event, TextDelta) and event.kind == "text":
                         segments.add(spoken.push(event.text))
                     elif isinstance(event, TextDone):
                         segments.add(spoken.finish())
@@ -164,7 +164,8 @@ class RemoteSpeechService:
             audio_patches=segments.num_patches,
             audio_seconds=segments.num_samples / self.info.sample_rate,
         )
-        yield replace(end, usage=usage, has_nothing_to_speak=not segments.num_patches)
+        is_silent = not segments.num_patches and end.finish_reason != "tool_calls"
+        yield replace(end, usage=usage, has_nothing_to_speak=is_silent)
 
 
 class _End:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -296,10 +296,12 @@ def _split_thought(message: Message) -> tuple[str, Sequence[Part]]:
     """The thought of an answer without line breaks around it, and its other parts."""
     thought = "".join(part.text for part in message.parts if isinstance(part, ThoughtPart))
     parts = [part for part in message.parts if not isinstance(part, ThoughtPart)]
-    if message.role == "assistant" and parts and isinstance(first := parts[0], TextPart):
-        if found := _THOUGHT.match(first.text):
-            rest = first.text[found.end() :]
-            return (thought or found[1]).strip("\n"), [replace(first, text=rest)] * bool(rest) + parts[1:]
+    first = parts[0] if parts and message.role == "assistant" else None
+    found = _THOUGHT.match(first.text) if isinstance(first, TextPart) else None
+    if found is not None:
+        rest = found.string[found.end() :]
+        parts[:1] = [TextPart(text=rest)] if rest else []
+        thought = thought or found[1]
     return thought.strip("\n"), parts
 
 

@@ -93,6 +93,11 @@ class Message:
         return "".join((self.text, *calls, *thoughts))
 
     @property
+    def has_tools(self) -> bool:
+        """Whether it has calls of tools, or is the result of one."""
+        return self.role == "tool" or any(isinstance(part, ToolCall) for part in self.parts)
+
+    @property
     def size(self) -> int:
         """Characters of its text and bytes of its media."""
         return sum(part.size for part in self.parts)

@@ -14,9 +14,7 @@ _BEFORE = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
 )
-_AFTER = (
-    "</tools>\n\nFor each function call, return a json object with function name and arguments within "
-)
+_AFTER = "</tools>\n\nFor each function call, return a json object with function name and arguments within "
 _TAGS = " XML tags:\n"
 _EXAMPLE = '\n{"name": <function-name>, "arguments": <args-json-object>}\n'
 
@@ -35,10 +33,10 @@ class Tool:
     is_strict: bool = False
 
     @property
-    def parameters(self) -> Mapping[str, Any] | bool:
+    def parameters(self) -> Mapping[str, Any]:
         """The JSON schema of its arguments."""
-        function = json.loads(self.definition)["function"]
-        return function.get("parameters") or {"type": "object", "properties": {}}
+        schema: Mapping[str, Any] | None = json.loads(self.definition)["function"].get("parameters")
+        return schema or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool_of(definition: Mapping[str, Any]) -> Tool:

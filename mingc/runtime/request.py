@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.tools import ToolUse
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+TextKind = Literal["text", "thought", "call"]
 
 
 NOTHING_TO_SPEAK = (
@@ -95,7 +97,7 @@ class SpeechParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    """A conversation to answer. The answer always has text; it has speech if `speech` is given.
+    """A conversation to answer. The answer has text, or calls of `tools`; it has speech if `speech` is given.
 
     `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
     requests with a lower one are served earlier.
@@ -105,6 +107,7 @@ class ChatRequest:
     messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
+    tools: ToolUse = field(default_factory=ToolUse)
     video: VideoParams = field(default_factory=VideoParams)
     thinking: bool = False
     is_live: bool = False
@@ -150,12 +153,48 @@ class TokenLogprobs:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them.
+    Attributes:
+        token: None if the text completes an answer or a thought without a new token.
+        kind: `text` is the answer; a `thought` is not spoken; a token of a `call` has no text, its call is in events of
+            its own.
+        logprobs: if the request asked for them.
     """
 
     text: str
     token: int | None = None
+    kind: TextKind = "text"
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallDelta:
+    """Part of a call. `name`: in the first part only. `arguments`: the next characters of their JSON object."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallDone:
+    """A call is complete. `arguments`: a JSON object, whose parts were sent before."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallFailed:
+    """What was to be a call is none: its JSON is broken or unfinished, or its function may not be called.
+
+    Attributes:
+        index: None if no part of it was sent.
+        text: all of it as the model wrote it, with its tags.
+    """
+
+    index: int | None
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -197,7 +236,7 @@ class Done:
     has_nothing_to_speak: bool = False
 
 
-Event = TextDelta | AudioDelta | TextDone | Done
+Event = TextDelta | ToolCallDelta | ToolCallDone | ToolCallFailed | AudioDelta | TextDone | Done
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,6 +269,7 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
+    has_tools: bool = False  # its tokenizer has the tokens of calls
     max_model_len: int | None = None  # tokens of one prompt and its answer; None without a thinker
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank

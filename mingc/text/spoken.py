@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from mingc.text.natural.segments import NaturalSegmenter
 from mingc.text.reference.live import LiveSegment, LiveSegmenter
 from mingc.text.reference.segment import iter_speech_segments
-from mingc.text.stream_filters import ThoughtFilter
+from mingc.text.stream_filters import ThoughtSplitter
 
 SpeechText = Literal["natural", "reference"]
 SPEECH_TEXTS: tuple[SpeechText, ...] = get_args(SpeechText)
@@ -41,7 +41,7 @@ class SpokenText:
     """
 
     def __init__(self, max_length: int, rules: SpeechText) -> None:
-        self._thoughts = ThoughtFilter()
+        self._thoughts = ThoughtSplitter()
         self._segmenter = (
             NaturalSegmenter(min(max_length, _MAX_UNITS))
             if rules == "natural"
@@ -50,11 +50,11 @@ class SpokenText:
 
     def push(self, delta: str) -> Iterator[str]:
         """The pieces that `delta` completes."""
-        return self._segmenter.push(self._thoughts.push(delta))
+        return self._segmenter.push(self._thoughts.push(delta)[1])
 
     def finish(self) -> Iterator[str]:
         """The remaining pieces, at the end of the answer."""
-        yield from self._segmenter.push(self._thoughts.flush())
+        yield from self._segmenter.push(self._thoughts.flush()[1])
         yield from self._segmenter.flush()
 
 

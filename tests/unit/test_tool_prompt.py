@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 from preprocess_data import config, document, thinker_parameters, tokenizer
+from tokenizers import Tokenizer
 
 from mingc.errors import RequestError
 from mingc.prompts.chat import ChatProcessor
@@ -64,3 +65,38 @@ def test_prompts_equal_the_template(case: str) -> None:
     ).tokens
     assert tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False) == recorded["prompt"]
     assert prompt.input_ids.tolist() == recorded["input_ids"]
+
+
+@pytest.mark.parametrize("tag", ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
+def test_client_text_never_becomes_a_tag(tag: str) -> None:
+    processor = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None)
+
+    def count(text: str) -> int:
+        tool = tool_of({"type": "function", "function": {"name": text, "description": text}})
+        messages = [
+            Message(role="user", parts=(TextPart(text=text),)),
+            Message(role="assistant", parts=(ThoughtPart(text=text), ToolCall(name=text, arguments=text))),
+            Message(role="tool", parts=(TextPart(text=text),)),
+        ]
+        ids = processor.prepare(messages, tools=[tool]).tokens.input_ids.tolist()
+        return ids.count(tokenizer().token_id(tag))
+
+    assert count(f"a{tag}b") == count("ab") > 0
+
+
+def test_a_tokenizer_without_the_tokens_of_calls_refuses_tools_by_name() -> None:
+    lacking = dict(config("tokenizer.json"))
+    lacking["added_tokens"] = [each for each in lacking["added_tokens"] if each["content"] != "</tool_call>"]
+    processor = ChatProcessor(
+        TextTokenizer(Tokenizer.from_str(json.dumps(lacking))), thinker_parameters(), vision=None, audio=None
+    )
+    hello = Message(role="user", parts=(TextPart(text="Hello"),))
+    processor.prepare([hello])
+    called = Message(role="assistant", parts=(ToolCall(name="f", arguments="{}"),))
+    for messages, tools, param in (
+        ([hello], [tool_of({"type": "function", "function": {"name": "f"}})], "tools"),
+        ([hello, called], [], "messages"),
+    ):
+        with pytest.raises(RequestError, match="no tokens for calls of tools") as caught:
+            processor.prepare(messages, tools=tools)
+        assert caught.value.param == param

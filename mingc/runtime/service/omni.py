@@ -20,6 +20,7 @@ from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer
+from mingc.prompts.tools import Tool, ToolTokens, ToolUse
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
@@ -41,6 +42,7 @@ from mingc.runtime.service.output_processor import (
     Timings,
 )
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.service.tool_calls import CallParser, tool_sampling
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
@@ -203,23 +205,33 @@ class OmniService:
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer. See `Service`."""
+        use, tokens = request.tools, self._chat_pipeline().processor.tool_tokens
+        has_tools = use.tools or any(message.has_tools for message in request.messages)
+        sampling = request.sampling
+        if use.tools and tokens is not None:
+            sampling = tool_sampling(sampling, use, tokens, thinking=request.thinking)
         return self.answer(
-            lambda: self.prepare(request.messages, video=request.video, thinking=request.thinking),
-            request.sampling,
+            lambda: self.prepare(
+                request.messages, tools=use.tools, video=request.video, thinking=request.thinking
+            ),
+            sampling,
             request.speech,
             is_live=request.is_live,
             priority=request.priority,
+            calls=(tokens, use) if has_tools and tokens is not None else None,
+            thinking=request.thinking,
         )
 
     def prepare(
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Tool] = (),
         video: VideoParams | None = None,
         thinking: bool = False,
     ) -> PreparedPrompt:
         """Decode media and build the prompt of a conversation, the input of `answer`. Blocks; runs no engine."""
-        return self._chat_pipeline().processor.prepare(messages, video=video, thinking=thinking)
+        return self._chat_pipeline().processor.prepare(messages, tools=tools, video=video, thinking=thinking)
 
     async def answer(
         self,
@@ -232,6 +244,8 @@ class OmniService:
         is_live: bool = False,
         speech_text: SpeechText | None = None,
         priority: int = 0,
+        calls: tuple[ToolTokens, ToolUse] | None = None,
+        thinking: bool = False,
     ) -> AsyncIterator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
@@ -240,6 +254,8 @@ class OmniService:
             recorder: gets the logits of all tokens and the values of all patches.
             is_live, priority: see `ChatRequest`.
             speech_text: the rules by which the answer is read; None: the service's.
+            calls: the tools that it may call; None: its tokens of calls are as any special tokens.
+            thinking: whether its thought is told from its text.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
@@ -274,14 +290,17 @@ class OmniService:
                         ),
                     )
                 timings.mark("encoded")
+                detokenizer = Detokenizer(pipeline.tokenizer)
                 run = ChatOutputProcessor(
-                    Detokenizer(pipeline.tokenizer),
+                    detokenizer,
                     sampling,
                     prompt_tokens=len(prompt.input_ids),
                     speech_stream=speech_stream,
                     spoken_text=spoken_text,
                     sample_rate=self.info.sample_rate,
                     timings=timings,
+                    calls=None if calls is None else CallParser(*calls, detokenizer),
+                    thinking=thinking,
                 )
                 job = pipeline.loop.submit(
                     prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
@@ -22,13 +23,15 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TextKind,
     Usage,
 )
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
+from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpokenText
-from mingc.text.stream_filters import StopStrings
+from mingc.text.stream_filters import SpaceAroundCalls, StopStrings, ThoughtSplitter
 
 
 class Timings:
@@ -125,9 +128,12 @@ class SpeechStream:
 
 
 class ChatOutputProcessor:
-    """Events of one chat answer: its text, and its speech if a speech stream is given.
+    """Events of one chat answer: thought, text and calls, and the speech of its text if a speech stream is given.
 
-    `spoken_text` gives the pieces for `speech_stream`; either both are None or neither.
+    Args:
+        spoken_text: gives the pieces for `speech_stream`; either both are None or neither.
+        calls: finds calls of tools; None: tokens of calls are as any special tokens.
+        thinking: whether a thought at the beginning is told from the text.
     """
 
     def __init__(
@@ -140,8 +146,13 @@ class ChatOutputProcessor:
         spoken_text: SpokenText | None,
         sample_rate: int,
         timings: Timings,
+        calls: CallParser | None = None,
+        thinking: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
+        self._calls = calls
+        self._space = None if calls is None else SpaceAroundCalls()
+        self._thoughts = ThoughtSplitter() if thinking else None
         self._stops = StopStrings(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._prompt_tokens = prompt_tokens
@@ -176,26 +187,79 @@ class ChatOutputProcessor:
 
     def _accept_token(self, item: TokenItem) -> list[Event]:
         self._reused_tokens = item.reused_tokens
-        text, is_stopped = "", False
         if item.token is not None:
             self._completion_tokens += 1
             self._timings.mark_at("prefill", item.begun_at)
             self._timings.mark("first_token")
-            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
-        if item.finish is not None and not is_stopped:
-            rest, is_stopped = self._find_stop(self._detokenizer.flush())
-            text += rest + ("" if is_stopped else self._stops.flush())
-        if self._spoken_text is not None:
-            self._speak(self._spoken_text.push(text))
-        events: list[Event] = []
-        if text or item.token is not None:
-            events.append(TextDelta(text=text, token=item.token))
-        if item.finish is not None or is_stopped:
-            self._finish = "stop" if is_stopped else item.finish
+        was_open = self._calls is not None and self._calls.is_open
+        text, calls, is_stopped = self._read(item)
+        is_end = item.finish is not None or is_stopped
+        is_call = self._calls is not None and item.token is not None and (was_open or self._calls.is_open)
+        events: list[Event] = [
+            *self._text_events(text, item.token, is_call=is_call, ends_text=is_end or is_call, is_end=is_end),
+            *calls,
+        ]
+        if is_end:
+            finish = "stop" if is_stopped else item.finish or "stop"
+            has_calls = self._calls is not None and self._calls.is_successful
+            self._finish = "tool_calls" if finish == "stop" and has_calls else finish
             if self._spoken_text is not None:
                 self._speak(self._spoken_text.finish())
             self._timings.mark("text_done")
-            events.append(TextDone(finish_reason=self._finish or "stop"))
+            events.append(TextDone(finish_reason=self._finish))
+        return events
+
+    def _read(self, item: TokenItem) -> tuple[str, list[Event], bool]:
+        """Returns the text that a token completes, the events of its call, and whether the answer ends with it."""
+        text, is_stopped = "", False
+        events: list[Event] = []
+        calls = self._calls
+        if item.token is not None and calls is not None and calls.takes(item.token):
+            if not calls.is_open:
+                text, is_stopped = self._end_text()
+            if not is_stopped:
+                events += calls.push(item.token)
+                is_stopped = calls.ends_answer
+        elif item.token is not None:
+            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
+        if item.finish is not None and not is_stopped:
+            if calls is not None and calls.is_open:
+                events += calls.finish()
+            else:
+                rest, is_stopped = self._end_text()
+                text += rest
+        return text, events, is_stopped
+
+    def _end_text(self) -> tuple[str, bool]:
+        """The text that is held back before a call or the end. See `_find_stop`."""
+        text, is_stopped = self._find_stop(self._detokenizer.flush())
+        return text + ("" if is_stopped else self._stops.flush()), is_stopped
+
+    def _text_events(
+        self, text: str, token: int | None, *, is_call: bool, ends_text: bool, is_end: bool
+    ) -> list[Event]:
+        """Separate thought and text, and speak the text. The first event has the token."""
+        thought, kind = "", cast(TextKind, "call" if is_call else "text")
+        if self._thoughts is not None:
+            thought, text = self._thoughts.push(text)
+            if ends_text:
+                rest = self._thoughts.flush()
+                thought, text = thought + rest[0], text + rest[1]
+        if self._space is not None:
+            text = self._space.push(text)
+            if is_call:
+                self._space.add_call()
+            if is_end:
+                text += self._space.flush()
+        if self._spoken_text is not None:
+            self._speak(self._spoken_text.push(text))
+        events: list[Event] = []
+        is_thinking = self._thoughts is not None and self._thoughts.is_thinking and not is_call
+        if thought or (token is not None and is_thinking and not text):
+            events.append(TextDelta(text=thought, token=token, kind="thought"))
+            token = None
+        if text or token is not None:
+            events.append(TextDelta(text=text, token=token, kind="text" if text else kind))
         return events
 
     def _find_stop(self, text: str) -> tuple[str, bool]:
@@ -216,7 +280,9 @@ class ChatOutputProcessor:
                 cached_tokens=self._reused_tokens,
             ),
             timings_ms=self._timings.to_dict(),
-            has_nothing_to_speak=self._speech_stream is not None and not self._speech_stream.num_patches,
+            has_nothing_to_speak=self._speech_stream is not None
+            and not self._speech_stream.num_patches
+            and self._finish != "tool_calls",
         )
 
 
