@@ -168,7 +168,7 @@ class TextDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallDelta:
-    """Part of a call. `name`: in the first part only. `arguments`: the next characters of their JSON object."""
+    """Part of a call: first its `name` alone, then the `arguments`, the next characters of their JSON object."""
 
     index: int
     name: str | None = None

@@ -17,7 +17,7 @@ from openai.types.chat import chat_completion_content_part_image_param as image_
 from openai.types.chat import completion_create_params
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, Part, TextPart, ToolCall, VideoParams
+from mingc.prompts.conversation import MediaPart, Part, TextPart, ThoughtPart, ToolCall, VideoParams
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA, LongString
@@ -89,7 +89,8 @@ HISTORIES: list[tuple[dict[str, Any], tuple[Part, ...]]] = [
     ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, TEXT),
     ({"role": "assistant", "content": "a", "reasoning": "b", "reasoning_details": [{"type": "x"}],
       "reasoning_content": "b", "thinking_blocks": [{}], "provider_specific_fields": {}, "annotations": [],
-      "refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": "Bot"}, TEXT),
+      "refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": "Bot"},
+     (ThoughtPart(text="b"), *TEXT)),
     ({"role": "assistant", "content": "a", "audio": {"id": "audio-1"}}, TEXT),
     ({"role": "assistant", "content": "a", "audio": {"id": "x", "data": "AA==", "expires_at": 9, "transcript": "b"}},
      TEXT),
@@ -434,7 +435,6 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template": "{{ x }}"}, "chat_template", "the artifact's own"),
     ({"n": 2}, "n", "one choice"),
     ({"n": True}, "n", "one choice"),
-    ({"tools": [{"type": "function"}]}, "tools", "tool calls"),
     ({"logprobs": True}, "logprobs", "log probabilities"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "repetition_penalty"),
@@ -726,9 +726,6 @@ def test_any_json_is_parsed_or_refused(body: object) -> None:
 REFUSED: dict[str, tuple[list[Any], Any]] = {
     "n": ([1, 1.0], 2),
     "best_of": ([1], 2),
-    "tools": ([[]], [{"type": "function"}]),
-    "tool_choice": (["none", "auto"], "required"),
-    "parallel_tool_calls": ([True, False], 1),
     "functions": ([[]], [{"name": "f"}]),
     "function_call": (["none", "auto"], {"name": "f"}),
     "logprobs": ([False], True),
@@ -751,7 +748,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "prediction": ([], {}),
     "moderation": ([], {}),
     "web_search_options": ([], {}),
-    "reasoning_effort": (["none"], "low"),
     "verbosity": (["medium"], "low"),
     "image_generation": ([], {}),
     "stage_sampling": ([{}], {"a": 1}),
@@ -806,7 +802,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
         "video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
-        "mm_processor_kwargs",
+        "mm_processor_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 
@@ -950,3 +946,87 @@ def test_switches_of_thinking_must_agree(
     with pytest.raises(RequestError, match="they mean the same, send one") as caught:
         chat(**fields)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")
+
+
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def test_tools_keep_the_order_of_their_keys_and_fields_that_nobody_knows() -> None:
+    function = {"x-own": 1.0, "parameters": {"b": "é", "a": 10**30}, "name": "f", "strict": True}
+    given = {"function": function, "type": "function"}
+    use = chat(tools=[given, tool("g")]).tools
+    assert [(each.name, each.is_strict) for each in use.tools] == [("f", True), ("g", False)]
+    assert use.tools[0].definition == json.dumps(given, ensure_ascii=False)
+    assert (use.choice, use.allowed, use.is_parallel) == ("auto", None, True)
+    assert not chat(tools=[tool()], parallel_tool_calls=False).tools.is_parallel
+    for neutral in ({}, {"tools": None}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert chat(**neutral).tools.tools == ()
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        (function("g"), ("required", ("g",))),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function("f")]}}, ("auto", ("f",))),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("g"), function("f")]}},
+         ("required", ("g", "f"))),
+    ],
+)  # fmt: skip
+def test_tool_choice(choice: Any, expected: tuple[str, tuple[str, ...] | None]) -> None:
+    use = chat(tools=[tool("f"), tool("g")], tool_choice=choice).tools
+    assert (use.choice, use.allowed) == expected
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing"),
+        ({"tools": [tool(), {"type": "custom", "custom": {"name": "c"}}]}, "tools[1].type", "'function'"),
+        ({"tools": [tool("")]}, "tools[0].function.name", "is empty"),
+        ({"tools": [tool("n" * 129)]}, "tools[0].function.name", "128"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "an object"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "of the type 'object'"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "earlier tool"),
+        ({"tools": [tool(str(i)) for i in range(129)]}, "tools", "128"),
+        ({"tools": {}}, "tools", "an array"),
+        ({"tools": [1]}, "tools[0]", "an object"),
+        ({"tool_choice": "required"}, "tool_choice", "no function"),
+        ({"tool_choice": function("f")}, "tool_choice", "which 'tools' lacks"),
+        ({"tools": [tool()], "tool_choice": function("g")}, "tool_choice", 'names "g"'),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "'required'"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
+        ({"tools": [tool()], "tool_choice": ALLOWED}, "tool_choice.allowed_tools.tools", "is empty"),
+        ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls", "a boolean"),
+        ({"functions": [{"name": "f"}]}, "functions", "use 'tools'"),
+        ({"function_call": {"name": "f"}}, "function_call", "use 'tool_choice'"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "'minimal'"),
+        ({"reasoning_effort": "low", "thinking": False}, "reasoning_effort", "contradicts"),
+        ({"messages": [{"role": "assistant", "reasoning_content": 1}]}, "messages[0].reasoning_content", "a string"),
+    ],
+)  # fmt: skip
+def test_wrong_tools_are_refused_by_name(body: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        chat(**body)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+def test_a_model_without_the_tokens_of_calls_refuses_tools() -> None:
+    with pytest.raises(RequestError, match="no tokens for calls") as caught:
+        chat(replace(INFO, has_tools=False), tools=[tool()])
+    assert caught.value.param == "tools"
+
+
+def test_reasoning_effort_turns_thinking_on() -> None:
+    assert [chat(reasoning_effort=each).thinking for each in (None, "none", "minimal", "low", "xhigh")] == [
+        False, False, False, True, True,
+    ]  # fmt: skip

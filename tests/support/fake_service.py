@@ -41,6 +41,7 @@ INFO = ServiceInfo(
     has_video=True,
     has_audio_input=True,
     has_speech=True,
+    has_tools=True,
 )
 SPEECH_ONLY = replace(INFO, has_text=False, has_image=False, has_video=False, has_audio_input=False)
 TEXT_ONLY = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.output_processor import ChatOutputProcessor, Timings
 from mingc.runtime.service.tool_calls import CallParser
+from mingc.text.tool_calls import CallScanner
 
 TOKENS = find_tool_tokens(tokenizer())
 assert TOKENS is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
@@ -23,7 +22,6 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
-    TextKind,
     Usage,
 )
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
@@ -239,7 +237,7 @@ class ChatOutputProcessor:
         self, text: str, token: int | None, *, is_call: bool, ends_text: bool, is_end: bool
     ) -> list[Event]:
         """Separate thought and text, and speak the text. The first event has the token."""
-        thought, kind = "", cast(TextKind, "call" if is_call else "text")
+        thought = ""
         if self._thoughts is not None:
             thought, text = self._thoughts.push(text)
             if ends_text:
@@ -259,7 +257,7 @@ class ChatOutputProcessor:
             events.append(TextDelta(text=thought, token=token, kind="thought"))
             token = None
         if text or token is not None:
-            events.append(TextDelta(text=text, token=token, kind="text" if text else kind))
+            events.append(TextDelta(text=text, token=token, kind="call" if is_call and not text else "text"))
         return events
 
     def _find_stop(self, text: str) -> tuple[str, bool]:

@@ -84,8 +84,9 @@ class CallParser:
         if not arguments:
             return []
         self._num_begun += is_new
-        name = self._scanner.name if is_new else None
-        return [ToolCallDelta(index=self._num_begun - 1, name=name, arguments=arguments)]
+        index = self._num_begun - 1
+        part = ToolCallDelta(index=index, arguments=arguments)
+        return [ToolCallDelta(index=index, name=self._scanner.name), part] if is_new else [part]
 
     def _close(self, end_tag: str) -> list[Event]:
         assert self._scanner is not None, "a call is open"

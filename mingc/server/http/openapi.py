@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, FunctionTool
 from mingc.server.http.response_schemas import (
     ChatCompletion,
     HealthResponse,
@@ -26,6 +26,7 @@ Json = dict[str, Any]
 _STRUCTS = (
     CHAT_BODY,
     SPEECH_BODY,
+    FunctionTool,
     ChatCompletion,
     ModelList,
     ModelObject,

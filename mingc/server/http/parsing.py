@@ -1,7 +1,7 @@
 """Parsing of chat and speech requests: decoded bodies are checked against the artifact and become typed parameters.
 
 Nothing is fetched or decoded here: media stay the strings the client sent (`mingc.server.http.media` reads them).
-Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `tools: []`).
+Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `functions: []`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.tools import ToolUse
 from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
 from mingc.server.audio_format import AudioFormat
 from mingc.server.http.body import decode_body, decode_small
@@ -28,6 +29,7 @@ from mingc.server.http.request_schemas import (
     SpeechBody,
     SpeechFields,
 )
+from mingc.server.http.tools import parse_tools
 from mingc.server.options import ServeOptions
 
 Delivery = Literal["whole", "audio", "sse"]
@@ -41,6 +43,7 @@ class ParsedChat:
     sampling: SamplingParams
     speech: SpeechParams | None
     audio_format: AudioFormat
+    tools: ToolUse
     video: VideoParams
     thinking: bool
     stream: bool
@@ -83,6 +86,7 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
         sampling=sampling,
         speech=speech,
         audio_format=audio_format,
+        tools=parse_tools(body, info),
         video=_video(body),
         thinking=_thinking(body),
         stream=body.stream or False,
@@ -290,9 +294,11 @@ def _stop(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _thinking(body: ChatBody) -> bool:
-    """Read `thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
+    """Read `thinking`, `reasoning_effort` or `chat_template_kwargs`; several may be given when they agree."""
     switches = body.chat_template_kwargs
     given = {"thinking": body.thinking}
+    if body.reasoning_effort is not None:  # the model knows no degrees
+        given["reasoning_effort"] = body.reasoning_effort not in ("none", "minimal")
     if switches is not None:
         given["chat_template_kwargs.enable_thinking"] = switches.enable_thinking
         given["chat_template_kwargs.thinking"] = switches.thinking

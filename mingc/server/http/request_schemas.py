@@ -26,6 +26,8 @@ MAX_SPEECH_LEAD = 10**6
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
 MAX_TOKEN_ID = 1 << 24
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 128
 MAX_STOP_CHARACTERS = 1000  # the most text that is held back and searched at each token
 MIN_PENALTY = 0.01  # logits are divided by it
 
@@ -172,6 +174,7 @@ class AssistantMessage(_GivenMessage, tag="assistant"):
 
     audio: EarlierAudio | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_PARTS)] | None = None
     function_call: FunctionCall | None = None
 
@@ -206,6 +209,48 @@ class ChatAudio(SpeechFields, kw_only=True):
     format: Annotated[Literal["wav", "pcm16", "flac"], _FORMAT_HINT] | None = None
 
 
+ToolName = Annotated[str, Meta(max_length=MAX_TOOL_NAME)]
+
+
+class FunctionBody(Struct, kw_only=True):
+    """A function that answers may call. The prompt has all of it, unknown fields included.
+
+    `strict`: whether arguments are constrained to the JSON schema `parameters`.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    function: FunctionBody
+
+
+class ToolsBody(Struct):
+    """`tools` as it is checked. Parsing keeps the objects, whose order of keys the prompt repeats."""
+
+    tools: list[FunctionTool]
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: ToolName
+
+
+class NamedTool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    function: FunctionName
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    allowed_tools: AllowedTools
+
+
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Raw = _ABSENT
@@ -237,7 +282,20 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
+    tools: (
+        Annotated[
+            list[dict[str, Any]],
+            Meta(
+                max_length=MAX_TOOLS,
+                extra_json_schema={"items": {"$ref": "#/components/schemas/FunctionTool"}},
+            ),
+        ]
+        | None
+    ) = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
+    parallel_tool_calls: bool | None = None
     thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     # sampling
     max_tokens: Count | None = None
@@ -278,11 +336,8 @@ Refused = Mapping[str, tuple[str, tuple[object, ...]]]
 # Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
 CHAT_REFUSED: Refused = {
     "n": ("one choice is generated per request", (1,)),
-    "tools": ("tool calls are not implemented", ([],)),
-    "tool_choice": ("tool calls are not implemented", ("none", "auto")),
-    "parallel_tool_calls": ("tool calls are not implemented", (False, True)),
-    "functions": ("tool calls are not implemented", ([],)),
-    "function_call": ("tool calls are not implemented", ("none", "auto")),
+    "functions": ("use 'tools'", ([],)),
+    "function_call": ("use 'tool_choice'", ("none", "auto")),
     "logprobs": ("log probabilities are not returned", (False,)),
     "top_logprobs": ("log probabilities are not returned", (0,)),
     "logit_bias": ("logits are not biased", ({},)),
@@ -292,7 +347,6 @@ CHAT_REFUSED: Refused = {
     "prediction": ("predicted outputs are not used", ()),
     "moderation": ("nothing is moderated here", ()),
     "web_search_options": ("nothing is searched here", ()),
-    "reasoning_effort": ("use 'thinking': true or false", ("none",)),
     "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
     "image_generation": ("images are not generated", ()),
     "stage_sampling": ("sampling is set for the whole request", ({},)),

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mingc.runtime.request import NOTHING_TO_SPEAK, Done, FinishReason, ServiceInfo, Usage
+from mingc.runtime.request import (
+    NOTHING_TO_SPEAK,
+    Done,
+    Event,
+    FinishReason,
+    ServiceInfo,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallFailed,
+    Usage,
+)
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState, Status
 
@@ -80,9 +92,25 @@ class AnswerAudio(Struct, forbid_unknown_fields=True, kw_only=True):
     transcript: str
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
+    id: str
+    function: CalledFunction
+
+
 class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True):
-    content: str
+    """`content`: null if the answer has calls and no text."""
+
+    content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
     audio: AnswerAudio | UnsetType = UNSET
 
 
@@ -121,9 +149,25 @@ class DeltaAudio(Struct, kw_only=True):
     transcript: str | UnsetType = UNSET
 
 
+class DeltaFunction(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class DeltaCall(Struct, kw_only=True):
+    """Part of a call. Clients join the fields of all chunks, so id, type and name are in the first one only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunction
+
+
 class Delta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaCall] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     audio: DeltaAudio | UnsetType = UNSET
 
@@ -233,6 +277,42 @@ def speech_done(usage: Usage) -> SpeechDone:
     )
 
 
+class Answer:
+    """Collects what a client gets of an answer besides its speech. `calls` are complete."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self.calls: list[ToolCallDone] = []
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TextDelta(kind="thought"):
+                self._thought.append(event.text)
+            case TextDelta():
+                self._content.append(event.text)
+                self._text.append(event.text)
+            case ToolCallDone():
+                self.calls.append(event)
+            case ToolCallFailed():
+                self._content.append(event.text)
+
+    @property
+    def content(self) -> str | None:
+        """Its text and what was to be a call; None if it has calls alone."""
+        return "".join(self._content) or (None if self.calls else "")
+
+    @property
+    def transcript(self) -> str:
+        """Its text, which is what its speech says."""
+        return "".join(self._text)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatResponseBuilder:
     """Builds the response objects of one chat request, which share id, model and time."""
@@ -242,12 +322,21 @@ class ChatResponseBuilder:
     include_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def completion(self, *, text: str, audio: str | None, done: Done) -> ChatCompletion:
+    def completion(self, answer: Answer, *, audio: str | None, done: Done) -> ChatCompletion:
         """Make the complete answer. `audio`: base64 of a clip."""
-        message = AnswerMessage(content=text, refusal=None)
+        calls = [
+            AnswerCall(id=_call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
+            for call in answer.calls
+        ]
+        message = AnswerMessage(
+            content=answer.content,
+            refusal=None,
+            reasoning_content=answer.thought or UNSET,
+            tool_calls=calls or UNSET,
+        )
         if audio is not None:
             message.audio = AnswerAudio(
-                id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=text
+                id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=answer.transcript
             )
         return ChatCompletion(
             id=self.request_id,
@@ -279,8 +368,16 @@ class ChatResponseBuilder:
             timings_ms=UNSET if timings_ms is None else timings_ms,
         )
 
-    def role_chunk(self) -> ChatChunk:
-        return self.chunk(Delta(role="assistant", content="", refusal=None))
+    def role_chunk(self, *, has_text: bool = True) -> ChatChunk:
+        """`has_text`: whether text comes first, not a thought or a call."""
+        return self.chunk(Delta(role="assistant", content="" if has_text else None, refusal=None))
+
+    def call_chunk(self, part: ToolCallDelta) -> ChatChunk:
+        """The first part of a call, with its name, gives it an id."""
+        call = DeltaCall(index=part.index, function=DeltaFunction(arguments=part.arguments))
+        if part.name is not None:
+            call.id, call.type, call.function.name = _call_id(), "function", part.name
+        return self.chunk(Delta(tool_calls=[call]))
 
     def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
         """Base64 of a part of the clip."""
@@ -305,6 +402,10 @@ def _speech_error(done: Done) -> SpeechError | UnsetType:
     if not done.has_nothing_to_speak:
         return UNSET
     return SpeechError(code="nothing_to_speak", message=NOTHING_TO_SPEAK)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _expires_at() -> int:

@@ -186,7 +186,12 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
     body.key.add_chat(
-        "".join(message.prompt_text for message in parsed.messages),
+        "".join(
+            (
+                *(message.prompt_text for message in parsed.messages),
+                *(tool.definition for tool in parsed.tools.tools),
+            )
+        ),
         parsed.sampling.max_tokens,
         is_spoken=parsed.speech is not None,
     )
@@ -201,6 +206,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
         messages=messages,
         sampling=parsed.sampling,
         speech=parsed.speech,
+        tools=parsed.tools,
         video=parsed.video,
         thinking=parsed.thinking,
         is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,

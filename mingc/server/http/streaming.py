@@ -13,11 +13,12 @@ import msgspec
 from starlette.types import Send
 
 from mingc.errors import WorkerError
-from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
+from mingc.runtime.request import AudioDelta, Done, Event, TextDelta, ToolCallDelta, ToolCallFailed
 from mingc.server.audio_format import Base64Stream
 from mingc.server.http.clips import KeptClip, LiveClip
 from mingc.server.http.response_schemas import (
     SSE_DONE,
+    Answer,
     ChatResponseBuilder,
     Delta,
     SpeechDelta,
@@ -89,9 +90,11 @@ async def chat_completion(
     events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: KeptClip | None
 ) -> Whole:
     """Encode one `chat.completion` object; `clip` is None if no speech was requested."""
-    text, done = await _collect(events, clip)
+    answer, done = await _collect(events, clip)
+    if answer.calls and not done.usage.audio_patches:
+        clip = None  # there is nothing to speak of calls
     mark = secrets.token_hex(16)  # the text of an answer cannot contain it
-    completion = builder.completion(text=text, audio=None if clip is None else mark, done=done)
+    completion = builder.completion(answer, audio=None if clip is None else mark, done=done)
     before, _, after = msgspec.json.encode(completion).partition(mark.encode())
     num_bytes = len(before) + len(after)
     if clip is not None:
@@ -110,27 +113,37 @@ async def chat_completion(
 async def chat_chunks(
     events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: Clip | None
 ) -> AsyncIterator[bytes]:
-    """Chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
+    """Chunks: the role, one delta per token, one audio delta per patch, the finish reason, `[DONE]`.
 
     The payloads of all audio deltas, joined before or after decoding, form one file.
     """
     encoder = None if clip is None else _ClipEncoder(clip)
     has_role = has_audio = False
-    transcript: list[str] = []
+    answer = Answer()
     async for event in _until_done(events):
+        answer.add(event)
         if not has_role:
-            yield sse(builder.role_chunk())
+            has_text = not isinstance(event, TextDelta) or event.kind == "text"
+            yield sse(builder.role_chunk(has_text=has_text))
             has_role = True
-        if isinstance(event, TextDelta):
-            transcript.append(event.text)
-            yield sse(builder.chunk(Delta(content=event.text)))
-        elif isinstance(event, AudioDelta | Done) and encoder is not None:
+        match event:
+            case TextDelta(kind="text"):
+                yield sse(builder.chunk(Delta(content=event.text)))
+            case TextDelta(kind="thought") if event.text:
+                yield sse(builder.chunk(Delta(reasoning_content=event.text)))
+            case ToolCallDelta():
+                yield sse(builder.call_chunk(event))
+            case ToolCallFailed():
+                yield sse(builder.chunk(Delta(content=event.text)))
+            case Done() if answer.calls and not event.usage.audio_patches:
+                encoder = None  # there is nothing to speak of calls
+        if isinstance(event, AudioDelta | Done) and encoder is not None:
             async for data in encoder.encode(event):
                 yield sse(builder.audio_chunk(data, is_first=not has_audio))
                 has_audio = True
         if isinstance(event, Done):
             if encoder is not None:
-                yield sse(builder.audio_end_chunk("".join(transcript), is_first=not has_audio))
+                yield sse(builder.audio_end_chunk(answer.transcript, is_first=not has_audio))
             yield sse(builder.end_chunk(event))
             if builder.include_usage:
                 yield sse(builder.usage_chunk(event.usage))
@@ -192,14 +205,13 @@ async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     raise WorkerError("The model stopped before its answer was complete.", code="unfinished")
 
 
-async def _collect(events: AsyncIterator[Event], clip: KeptClip | None) -> tuple[str, Done]:
-    """Add the speech to `clip`. Returns the text, and the end."""
-    text: list[str] = []
+async def _collect(events: AsyncIterator[Event], clip: KeptClip | None) -> tuple[Answer, Done]:
+    """Add the speech to `clip`. Returns the rest of the answer, and the end."""
+    answer = Answer()
     async for event in _until_done(events):
-        if isinstance(event, TextDelta):
-            text.append(event.text)
-        elif isinstance(event, AudioDelta) and clip is not None:
+        answer.add(event)
+        if isinstance(event, AudioDelta) and clip is not None:
             await clip.add(event.samples)
         elif isinstance(event, Done):
             done = event
-    return "".join(text), done
+    return answer, done
