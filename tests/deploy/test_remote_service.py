@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,9 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallFailed,
     Usage,
 )
 from mingc.text.reference.live import LiveSegmenter
@@ -38,10 +42,11 @@ END = Done(finish_reason="length", usage=USAGE, timings_ms={"first_token": 1.0})
 
 @dataclass
 class TextService:
-    """Answers every chat with `texts`; waits at an event among them until it is set."""
+    """Answers every chat with `texts` and events; waits at an `asyncio.Event` among them until it is set."""
 
-    texts: list[str | asyncio.Event | Exception]
+    texts: list[str | asyncio.Event | Exception | Event]
     info: ServiceInfo = TEXT_ONLY
+    end: Done = END
     is_ready: bool = True
     load: ServiceLoad = field(default_factory=lambda: ServiceLoad(kv_pages_used=7, kv_pages_total=9))
     requests: list[ChatRequest] = field(default_factory=list)
@@ -67,9 +72,9 @@ class TextService:
                 elif isinstance(text, Exception):
                     raise text
                 else:
-                    yield TextDelta(text=text)
-            yield TextDone(finish_reason="length")
-            yield END
+                    yield TextDelta(text=text) if isinstance(text, str) else text
+            yield TextDone(finish_reason=self.end.finish_reason)
+            yield self.end
         finally:
             self.num_closed += 1
 
@@ -223,6 +228,27 @@ def test_thoughts_are_written_and_not_spoken() -> None:
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(texts)
     spoken = " ".join(call.text for call in speech_side.calls)
     assert "four" in spoken and "user" not in spoken and "think" not in spoken
+
+
+CALLED: list[Event] = [
+    TextDelta(text="The user wants two numbers.", kind="thought"),
+    TextDelta(text="", token=5, kind="call"),
+    ToolCallDelta(index=0, name="look_up"),
+    ToolCallDelta(index=0, arguments='{"word": "nine"}'),
+    ToolCallDone(index=0, name="look_up", arguments='{"word": "nine"}'),
+    ToolCallFailed(index=None, text="<tool_call>ten"),
+]
+
+
+@pytest.mark.parametrize("text", ["One moment, please.", ""])
+def test_calls_and_told_thoughts_pass_and_are_not_spoken(text: str) -> None:
+    called = replace(END, finish_reason="tool_calls")
+    speech_side = FakeSpeech()
+    events = answer(TextService([text, *CALLED], end=called), speech_side, chat(SpeechParams(seed=1)))
+    assert [event for event in events if event in CALLED] == CALLED
+    assert [call.text.strip(" .") for call in speech_side.calls] == [text.strip(" .")] * bool(text)
+    assert isinstance(events[-1], Done) and not events[-1].has_nothing_to_speak
+    assert pickle.loads(pickle.dumps(CALLED)) == CALLED, "Ray passes events on like this"
 
 
 def test_a_long_segment_is_spoken_in_pieces_that_the_deployment_can_speak() -> None:
