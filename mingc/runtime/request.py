@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
+
+if TYPE_CHECKING:
+    from mingc.prompts.tokenizer import TextTokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -98,7 +101,8 @@ class ChatRequest:
     """A conversation to answer. The answer always has text; it has speech if `speech` is given.
 
     `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
-    requests with a lower one are served earlier.
+    requests with a lower one are served earlier. `num_answers`: how many answers of text; answer i is sampled with the
+    seed of `sampling` plus i.
     """
 
     request_id: str
@@ -109,6 +113,21 @@ class ChatRequest:
     thinking: bool = False
     is_live: bool = False
     priority: int = 0
+    num_answers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRequest:
+    """A text, or its token ids, to continue; no chat template. `priority` and `num_answers`: see `ChatRequest`."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    num_answers: int = 1
+
+
+TextRequest = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +169,14 @@ class TokenLogprobs:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them.
+    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them, those
+    of the tokens whose text this delta completes or begins; a token comes in one delta. Tokens after a stop string's
+    start have none.
     """
 
     text: str
     token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -291,8 +312,8 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
-    and slots at the next step. They raise RequestError before the first event when the request cannot be served,
+    `answers`, `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its
+    pages and slots at the next step. They raise RequestError before the first event when the request cannot be served,
     CapacityError when queues are full, WorkerError when an engine fails.
     """
 
@@ -314,7 +335,26 @@ class Service(Protocol):
         """
         ...
 
-    def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
+    def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """Events of all answers to a prompt, each with the number of its answer, until the `Done` of every answer.
+
+        The prompt is prepared and its media are encoded once. Later answers begin when the prefix cache has its pages.
+        The usage of the prompt is in the `Done` of answer 0 only, so the sum of all is that of the request.
+        """
+        ...
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        """Events of the one answer to a conversation."""
+        ...
+
+    async def tokenize(self, request: TextRequest) -> Sequence[int]:
+        """Token ids of the prompt, placeholders of media included. Raises: RequestError as `answers` does."""
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Tokenizer of prompts and answers. Raises: RequestError without a thinker."""
+        ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 
