@@ -169,9 +169,8 @@ class TokenLogprobs:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them, those
-    of the tokens whose text this delta completes or begins; a token comes in one delta. Tokens after a stop string's
-    start have none.
+    `token` is None if the text completes an answer without a new token. `logprobs`, if the request asked for them: by
+    token, in order, of the tokens whose text this delta begins or completes. Those of a stop string have none.
     """
 
     text: str
@@ -347,8 +346,11 @@ class Service(Protocol):
         """Events of the one answer to a conversation."""
         ...
 
-    async def tokenize(self, request: TextRequest) -> Sequence[int]:
-        """Token ids of the prompt, placeholders of media included. Raises: RequestError as `answers` does."""
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """Token ids of a text, or of a conversation's prompt with the placeholders of its media.
+
+        Raises: RequestError as `answers` does; a text may exceed the context.
+        """
         ...
 
     @property

@@ -6,6 +6,7 @@ This is pure logic between a `RequestStream` and the client: it neither waits no
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TokenLogprobs,
     Usage,
 )
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
@@ -46,8 +48,50 @@ class Timings:
         if name not in self._moments and at is not None:
             self._moments[name] = round((at - self._start) * 1000, 3)
 
+    def copy(self) -> Timings:
+        """The same moments, for a further answer of the request."""
+        copied = Timings()
+        copied._start, copied._moments = self._start, dict(self._moments)
+        return copied
+
     def to_dict(self) -> dict[str, float]:
         return dict(self._moments)
+
+
+Entries = tuple[tuple[int, TokenLogprobs], ...]
+
+
+class LogprobQueue:
+    """Log probabilities of the tokens of one answer that wait for their text, which stop strings may hold back.
+
+    A token goes with the first delta that has a part of its text. A half character, and a special token, which has no
+    text, go with the next token.
+    """
+
+    def __init__(self) -> None:
+        self._num_characters = 0  # of all tokens
+        self._without_text: Entries = ()
+        self._waiting: deque[tuple[int, Entries]] = deque()  # before them come so many characters
+
+    def push(self, token: int, logprobs: TokenLogprobs, text: str) -> None:
+        """Add a token, which completes `text`."""
+        self._without_text += ((token, logprobs),)
+        if text:
+            self._waiting.append((self._num_characters, self._without_text))
+            self._num_characters += len(text)
+            self._without_text = ()
+
+    def take(self, num_characters: int, *, is_complete: bool) -> Entries:
+        """The tokens that go with the text that ends after `num_characters`.
+
+        `is_complete`: all text is shown, so that no token waits any longer.
+        """
+        taken: Entries = ()
+        while self._waiting and self._waiting[0][0] < num_characters:
+            taken += self._waiting.popleft()[1]
+        if is_complete:
+            taken, self._without_text = taken + self._without_text, ()
+        return taken
 
 
 class SpeechStream:
@@ -150,6 +194,8 @@ class ChatOutputProcessor:
         self._spoken_text = spoken_text
         self._sample_rate = sample_rate
         self._timings = timings
+        self._logprobs = None if sampling.num_logprobs is None else LogprobQueue()
+        self._num_shown = 0  # characters
         self._finish: FinishReason | None = None
         self.is_done = False
 
@@ -181,15 +227,23 @@ class ChatOutputProcessor:
             self._completion_tokens += 1
             self._timings.mark_at("prefill", item.begun_at)
             self._timings.mark("first_token")
-            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
+            piece = self._detokenizer.push(item.token)
+            if self._logprobs is not None and item.logprobs is not None:
+                self._logprobs.push(item.token, item.logprobs, piece)
+            text, is_stopped = self._find_stop(piece)
         if item.finish is not None and not is_stopped:
             rest, is_stopped = self._find_stop(self._detokenizer.flush())
             text += rest + ("" if is_stopped else self._stops.flush())
         if self._spoken_text is not None:
             self._speak(self._spoken_text.push(text))
+        self._num_shown += len(text)
+        logprobs: Entries = ()
+        if self._logprobs is not None:
+            is_complete = item.finish is not None and not is_stopped
+            logprobs = self._logprobs.take(self._num_shown, is_complete=is_complete)
         events: list[Event] = []
-        if text or item.token is not None:
-            events.append(TextDelta(text=text, token=item.token))
+        if text or logprobs or item.token is not None:
+            events.append(TextDelta(text=text, token=item.token, logprobs=logprobs))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
             if self._spoken_text is not None:
