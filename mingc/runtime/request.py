@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -150,6 +150,11 @@ class Usage:
     completion_tokens: int = 0
     audio_patches: int = 0
     audio_seconds: float = 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Usage)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
