@@ -106,7 +106,7 @@ class FakeService:
             yield event
 
     async def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
-        """Answers in turn, event by event; each says its number if there are several."""
+        """Answers in turn, event by event; each says its seed if it is drawn."""
         text, media, is_spoken = "", [], False
         if isinstance(request, ChatRequest):
             self.chats.append(request)
@@ -124,7 +124,8 @@ class FakeService:
         limit = request.sampling.max_tokens
 
         def events(answer: int) -> AsyncIterator[Event]:
-            own = words if request.num_answers == 1 else [f"{answer}: ", *words]
+            seed = request.sampling.seed if request.sampling.draws else None
+            own = words if seed is None else [*words[:1], f" {seed + answer}", *words[1:]]
             made: list[Event] = [self._delta(word, request.sampling.num_logprobs) for word in own[:limit]]
             made.append(TextDone(finish_reason="length" if len(own) > limit else "stop"))
             name = request.request_id + (f"-{answer}" if answer else "")
@@ -151,7 +152,7 @@ class FakeService:
             (
                 each,
                 TokenLogprobs(
-                    logprob=-each / 100, top=tuple((each + k, -k / 10) for k in range(num_logprobs))
+                    logprob=-each / 100, top=tuple((each + k, -k / 10) for k in range(1, num_logprobs + 1))
                 ),
             )
             for each in ids
