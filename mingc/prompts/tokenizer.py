@@ -97,8 +97,10 @@ class TextTokenizer:
         name = self._tokenizer.id_to_token(token)
         if name is None or token in self._special:
             return None
-        found = [_BYTES.get(character) for character in name]
-        return name.encode() if None in found else bytes(each for each in found if each is not None)
+        try:
+            return bytes([_BYTES[character] for character in name])
+        except KeyError:
+            return name.encode()
 
     def token_id(self, token: str) -> int:
         """The id of the token with exactly this text. Raises: IntegrityError for an unknown token."""

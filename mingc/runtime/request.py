@@ -35,12 +35,14 @@ class Constraint:
         text: the schema, pattern, strings or grammar.
         param: the field of the request that has it, for error messages.
         after: token after which the constraint begins, and begins again; None: at the answer's first token.
+        thinking: whether a thought may come first.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     param: str
     after: int | None = None
+    thinking: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

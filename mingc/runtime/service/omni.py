@@ -322,8 +322,11 @@ class OmniService:
                         recorder=recorder,
                     )
                     spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
-                prompt, keys, encoded = await self._offload(
-                    lambda: pipeline.prepare(prepare, timings, stream)
+                matchers, (prompt, keys, encoded) = await self._offload(
+                    lambda: (
+                        pipeline.matchers(sampling.constraint, num_answers),
+                        pipeline.prepare(prepare, timings, stream),
+                    )
                 )
                 if encoded:
                     prompt = replace(
@@ -354,6 +357,7 @@ class OmniService:
                         partial(_put, stream, answer) if answer else stream.put,
                         keys=keys,
                         recorder=recorder,
+                        matcher=matchers[answer],
                     )
 
                 submit(0)
@@ -483,6 +487,8 @@ class OmniService:
             self._ranks.close()
         if self._chat is not None and self._chat.media is not None:
             self._chat.media.close()
+        if self._chat is not None and self._chat.grammars is not None:
+            self._chat.grammars.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:

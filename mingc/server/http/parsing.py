@@ -24,6 +24,7 @@ from mingc.runtime.request import (
 )
 from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.body import decode_body, decode_small
+from mingc.server.http.constraints import parse_constraint
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
@@ -387,6 +388,7 @@ def _sampling(body: TextBody, *, max_tokens: int, num_logprobs: int | None) -> S
         ignore_eos=body.ignore_eos or False,
         seed=_seed(body.seed, "seed"),
         num_logprobs=num_logprobs,
+        constraint=parse_constraint(body, thinking=isinstance(body, ChatBody) and _thinking(body)),
     )
 
 

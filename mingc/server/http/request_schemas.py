@@ -33,6 +33,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROBS = 5  # of completions
 MAX_BIASES = 300
 MAX_BIAS = 100.0
+MAX_SCHEMA_NAME = 64  # as with OpenAI
 
 _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
@@ -72,6 +73,7 @@ Biases = Annotated[dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]],
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
+JsonSchema = dict[str, Any] | bool
 MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 _FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
 
@@ -239,6 +241,39 @@ class ProcessorSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
+class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """The answer is free."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """The answer is any JSON object."""
+
+
+class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema, which is always enforced. `name`, `description` and `strict` change nothing."""
+
+    name: Annotated[str, Meta(max_length=MAX_SCHEMA_NAME)]
+    schema: JsonSchema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """The answer matches a JSON schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to constrain an answer: one of these. `json`: a schema or its text; `grammar`: Lark."""
+
+    json: JsonSchema | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class TextBody(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields of all requests for text."""
 
@@ -262,6 +297,12 @@ class TextBody(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: MinCount | None = None
     ignore_eos: bool | None = None
     seed: int | float | None = None
+    # constraints of the answer
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatBody(TextBody, kw_only=True):
@@ -276,6 +317,7 @@ class ChatBody(TextBody, kw_only=True):
     modalities: Annotated[list[str], Meta(max_length=8)] | None = None
     audio: ChatAudio | None = None
     max_completion_tokens: Count | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     image_max_pixels: Pixels | None = None
@@ -328,14 +370,6 @@ class SpeechBody(SpeechFields, kw_only=True):
 Refused = Mapping[str, tuple[str, tuple[object, ...]]]
 
 # Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
-_UNCONSTRAINED: Refused = {
-    "response_format": ("the text is not constrained", ({"type": "text"},)),
-    "structured_outputs": ("the text is not constrained", ({},)),
-    "guided_json": ("the text is not constrained", ()),
-    "guided_regex": ("the text is not constrained", ()),
-    "guided_choice": ("the text is not constrained", ()),
-    "guided_grammar": ("the text is not constrained", ()),
-}
 _SAMPLING_REFUSED: Refused = {
     "use_beam_search": ("there is no beam search", (False,)),
     "length_penalty": ("there is no beam search", (1,)),
@@ -372,14 +406,13 @@ CHAT_REFUSED: Refused = {
     "chat_template": ("the artifact's own template is used", ()),
     "documents": ("put the text into a message", ([],)),
     **_SAMPLING_REFUSED,
-    **_UNCONSTRAINED,
 }
 COMPLETION_REFUSED: Refused = {
     "suffix": ("a text is continued, nothing is inserted", ("",)),
     "prompt_embeds": ("the prompt is a text or token ids", ()),
     "add_special_tokens": ("the prompt is used as it is", (False, True)),
+    "response_format": ("use 'structured_outputs'", ({"type": "text"},)),
     **_SAMPLING_REFUSED,
-    **_UNCONSTRAINED,
 }
 TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokenizer adds none", (False, True))}
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
