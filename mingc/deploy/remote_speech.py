@@ -7,12 +7,13 @@ index. So any replica can speak any segment, and the samples equal the samples o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from mingc.errors import ServeError, WorkerError
 from mingc.prompts.speech_prompt import caption_instruction
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.noise import random_seed
 from mingc.runtime.request import (
     AudioDelta,
@@ -26,6 +27,7 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TextRequest,
 )
 from mingc.text.spoken import SpeechText, SpokenText
 
@@ -108,6 +110,21 @@ class RemoteSpeechService:
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         """Events of the speech of one text. See `Service`."""
         return self._speech(request)
+
+    def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """See `Service`. Only a single answer can be spoken."""
+        if isinstance(request, ChatRequest) and request.speech is not None:
+            return _only_answer(self.chat(request))
+        return self._text.answers(request)
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        return await self._text.tokenize(prompt)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """See `Service`."""
+        return self._text.tokenizer
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer; its speech comes from the other deployment. See `Service`."""
@@ -226,6 +243,12 @@ class _Segments:
                 places.release()
         finally:
             await _cancel(tasks)
+
+
+async def _only_answer(events: AsyncIterator[Event]) -> AsyncGenerator[tuple[int, Event]]:
+    async with aclosing(events):  # type: ignore[type-var]  # services' iterators are generators
+        async for event in events:
+            yield 0, event
 
 
 async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> None:

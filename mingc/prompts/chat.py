@@ -138,6 +138,38 @@ class ChatProcessor:
             self._write(messages, tools, thinking, lambda part: self._features(part, video, left))
         )
 
+    def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
+        """Write a prompt without the chat template, from a text or from token ids.
+
+        Raises: RequestError naming the token that is unknown or that stands for a medium, and as `prepare` does.
+        """
+        if not prompt:
+            raise RequestError("the prompt is empty", fix="send a text or token ids", param="prompt")
+        writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
+        if not isinstance(prompt, str):
+            self._check_tokens(prompt)
+        writer.ids += self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self._finish(writer, "prompt")
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Token ids of a text, also of one that exceeds the context. Raises: RequestError when it is far longer."""
+        self._check_characters(len(text), "prompt")
+        return self._encode(text)
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        thinker = self._thinker
+        media = {thinker.image_patch_token, thinker.frame_patch_token, thinker.audio_patch_token}
+        for index, token in enumerate(prompt):
+            where = f"prompt[{index}]"
+            if not 0 <= token < thinker.vocab_size:
+                what = f"token {token} is not one of the model's {thinker.vocab_size}"
+                raise RequestError(what, where=where, fix="leave it out", param=where, code="invalid_value")
+            if token in media:
+                what = f"token {token} stands for a part of an image, video or clip"
+                raise RequestError(
+                    what, where=where, fix="send media in a chat", param=where, code="invalid_value"
+                )
+
     def _write(
         self,
         messages: Sequence[Message],
@@ -264,13 +296,16 @@ class ChatProcessor:
         parts = (part for message in messages for part in message.parts)
         num_characters = sum(part.size for part in parts if not isinstance(part, MediaPart))
         num_characters += sum(len(tool.definition) for tool in tools)
-        if num_characters > self._max_characters:
-            raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
+        self._check_characters(num_characters, "messages")
 
-    def _finish(self, writer: PromptWriter) -> PreparedPrompt:
+    def _check_characters(self, num_characters: int, param: str) -> None:
+        if num_characters > self._max_characters:
+            raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens, param)
+
+    def _finish(self, writer: PromptWriter, param: str = "messages") -> PreparedPrompt:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
-            raise _too_long(f"{num_tokens} tokens", self._max_tokens)
+            raise _too_long(f"{num_tokens} tokens", self._max_tokens, param)
         positions, delta = compute_positions(
             num_tokens,
             writer.grids,
@@ -312,12 +347,14 @@ def _num_tokens(features: Features, merge_size: int) -> int:
     return vision.num_tokens(merge_size)
 
 
-def _too_long(found: str, max_tokens: int) -> RequestError:
+def _too_long(found: str, max_tokens: int, param: str) -> RequestError:
     return RequestError(
         f"the prompt has {found}, the context holds {max_tokens} with the answer",
-        where="messages",
-        fix="send fewer or shorter messages, or smaller media",
-        param="messages",
+        where=param,
+        fix="send fewer or shorter messages, or smaller media"
+        if param == "messages"
+        else "send a shorter one",
+        param=param,
         code="context_length_exceeded",
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.tools import ToolUse
+
+if TYPE_CHECKING:
+    from mingc.prompts.tokenizer import TextTokenizer
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 TextKind = Literal["text", "thought", "call"]
@@ -34,12 +37,14 @@ class Constraint:
         text: the schema, pattern, strings or grammar.
         param: the field of the request that has it, for error messages.
         after: token after which the constraint begins, and begins again; None: at the answer's first token.
+        thinking: whether a thought may come first.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     param: str
     after: int | None = None
+    thinking: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +105,8 @@ class ChatRequest:
     """A conversation to answer. The answer has text, or calls of `tools`; it has speech if `speech` is given.
 
     `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
-    requests with a lower one are served earlier.
+    requests with a lower one are served earlier. `num_answers`: how many answers of text; answer i is sampled with the
+    seed of `sampling` plus i.
     """
 
     request_id: str
@@ -112,6 +118,21 @@ class ChatRequest:
     thinking: bool = False
     is_live: bool = False
     priority: int = 0
+    num_answers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRequest:
+    """A text, or its token ids, to continue; no chat template. `priority` and `num_answers`: see `ChatRequest`."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    num_answers: int = 1
+
+
+TextRequest = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +156,11 @@ class Usage:
     audio_patches: int = 0
     audio_seconds: float = 0.0
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Usage)}
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
@@ -157,13 +183,14 @@ class TextDelta:
         token: None if the text completes an answer or a thought without a new token.
         kind: `text` is the answer; a `thought` is not spoken; a token of a `call` has no text, its call is in events of
             its own.
-        logprobs: if the request asked for them.
+        logprobs: if the request asked for them: by token, in order, of the tokens whose text this delta begins or
+            completes. Those of a stop string have none.
     """
 
     text: str
     token: int | None = None
     kind: TextKind = "text"
-    logprobs: TokenLogprobs | None = None
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,8 +358,8 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
-    and slots at the next step. They raise RequestError before the first event when the request cannot be served,
+    `answers`, `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its
+    pages and slots at the next step. They raise RequestError before the first event when the request cannot be served,
     CapacityError when queues are full, WorkerError when an engine fails.
     """
 
@@ -354,7 +381,29 @@ class Service(Protocol):
         """
         ...
 
-    def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
+    def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """Events of all answers to a prompt, each with the number of its answer, until the `Done` of every answer.
+
+        The prompt is prepared and its media are encoded once. Later answers begin when the prefix cache has its pages.
+        The usage of the prompt is in the `Done` of answer 0 only, so the sum of all is that of the request.
+        """
+        ...
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        """Events of the one answer to a conversation."""
+        ...
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """Token ids of a text, or of a conversation's prompt with the placeholders of its media.
+
+        Raises: RequestError as `answers` does; a text may exceed the context.
+        """
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Tokenizer of prompts and answers. Raises: RequestError without a thinker."""
+        ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 

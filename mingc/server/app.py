@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mingc import __version__
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
@@ -25,11 +26,12 @@ from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
     ModelList,
     ReadyResponse,
+    Version,
     VoiceList,
     health_response,
     model_object,
 )
-from mingc.server.http.routes import GenerationRoute, HttpState, handle_chat, handle_speech
+from mingc.server.http.routes import HANDLERS, GenerationRoute, HttpState
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -65,8 +67,10 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerationRoute(http, handle_chat), methods=["POST"]),
-            Route("/v1/audio/speech", GenerationRoute(http, handle_speech), methods=["POST"]),
+            *(
+                Route(path, GenerationRoute(http, handler), methods=["POST"])
+                for path, handler in HANDLERS.items()
+            ),
             *_information_routes(state),
         ],
         middleware=[
@@ -111,6 +115,9 @@ def _information_routes(state: ServerState) -> list[Route]:
     async def metrics(request: Request) -> Response:
         return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
 
+    async def version(request: Request) -> Response:
+        return _json(Version(__version__))
+
     async def openapi(request: Request) -> Response:
         return Response(await asyncio.to_thread(openapi_document), media_type="application/json")
 
@@ -121,6 +128,7 @@ def _information_routes(state: ServerState) -> list[Route]:
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
+        Route("/version", version),
         Route("/openapi.json", openapi),
     ]
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,6 +24,8 @@ from starlette.types import Scope
 
 from mingc import __version__
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, ServiceLoad, TextDelta, Usage
+
+_Each = TypeVar("_Each", Event, tuple[int, Event])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -330,16 +333,19 @@ class RequestTimer:
         self._metrics = metrics
         self._start = time.monotonic()
         self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
-        self._last_token: float | None = None
+        self._last_token: dict[int, float] = {}  # by answer
 
     @asynccontextmanager
-    async def measure(self, events: AsyncIterator[Event]) -> AsyncIterator[AsyncIterator[Event]]:
-        """Record metrics of `events`; on exit close the service's iterator, which cancels the request."""
+    async def measure(self, events: AsyncIterator[_Each]) -> AsyncIterator[AsyncIterator[_Each]]:
+        """Record metrics of events, each with or without the number of its answer.
 
-        async def watched() -> AsyncIterator[Event]:
-            async for event in events:
-                self._see(event)
-                yield event
+        On exit close the service's iterator, which cancels the request.
+        """
+
+        async def watched() -> AsyncIterator[_Each]:
+            async for each in events:
+                self._see(*(each if isinstance(each, tuple) else (0, each)))
+                yield each
 
         try:
             yield watched()
@@ -348,14 +354,14 @@ class RequestTimer:
             if close is not None:
                 await close()
 
-    def _see(self, event: Event) -> None:
+    def _see(self, answer: int, event: Event) -> None:
         now = time.monotonic()
         if (histogram := self._first.pop(type(event), None)) is not None:
             histogram.observe(now - self._start)
         if isinstance(event, TextDelta):
-            if self._last_token is not None:
-                self._metrics.between_tokens.observe(now - self._last_token)
-            self._last_token = now
+            if answer in self._last_token:
+                self._metrics.between_tokens.observe(now - self._last_token[answer])
+            self._last_token[answer] = now
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)

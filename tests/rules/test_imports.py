@@ -246,6 +246,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",
         "mingc.runtime.thinker",
     ),
+    "mingc.runtime.grammar": ("mingc.errors", "mingc.prompts", "mingc.runtime"),
     "mingc.runtime.talker": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -264,6 +265,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
+        "mingc.runtime.grammar",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
         "mingc.runtime.thinker.ranks",

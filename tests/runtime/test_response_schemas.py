@@ -50,7 +50,7 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
         builder.audio_end_chunk("a", is_first=False),
         builder.chunk(Delta(), "stop", {}),
         builder.usage_chunk(USAGE),
-        builder.completion(ANSWER, audio=None, done=DONE),
+        builder.completion([(ANSWER, DONE)], audio=None),
     ]
     assert {(each.id, each.model, each.created) for each in objects} == {("chatcmpl-1", "m", 1_700_000_000)}
 
@@ -127,12 +127,12 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
         **chunk({}), "object": "chat.completion", "usage": CHAT_USAGE, "timings_ms": {"done": 9.0},
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
     }  # fmt: skip
-    assert document(built.completion(ANSWER, audio=None, done=done)) == whole
+    assert document(built.completion([(ANSWER, done)], audio=None)) == whole
     audio = {"id": "audio-1", "data": "AAE=", "expires_at": 99, "transcript": "a"}
     whole["choices"] = [
         {"index": 0, "message": {**message, "audio": audio}, "logprobs": None, "finish_reason": "length"}
     ]
-    assert document(built.completion(ANSWER, audio="AAE=", done=done)) == whole
+    assert document(built.completion([(ANSWER, done)], audio="AAE=")) == whole
 
 
 def test_objects_of_speech() -> None:
@@ -164,7 +164,7 @@ def test_the_object_of_a_model() -> None:
         "owned_by": "mingc",
         "input_modalities": ["text", "video"],
         "output_modalities": ["text", "audio"],
-        "routes": ["/v1/chat/completions", "/v1/audio/speech"],
+        "routes": ["/v1/chat/completions", "/v1/completions", "/v1/audio/speech"],
         "sample_rate": 44100,
     }
 

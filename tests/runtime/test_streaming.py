@@ -73,6 +73,12 @@ async def events(*, is_complete: bool = True) -> AsyncIterator[Event]:
         yield DONE
 
 
+async def answer(events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Event]]:
+    """The events of the only answer."""
+    async for event in events:
+        yield 0, event
+
+
 class Client:
     """Receives an ASGI response."""
 
@@ -166,7 +172,7 @@ def assert_complete(data: bytes, audio: AudioSpec) -> None:
 
 
 def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_chunks(events(), BUILDER, stream(audio)), SSE)
+    client = respond(chat_chunks(answer(events()), BUILDER, stream(audio)), SSE)
     assert client.body.endswith(b"data: [DONE]\n\n")
     *chunks, finish, usage = client.objects
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
@@ -190,18 +196,18 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
         yield Done(finish_reason="stop", usage=usage, has_nothing_to_speak=True)
 
     audio = AudioSpec(format="pcm16", sample_rate=RATE)
-    client = respond(chat_chunks(silent(), BUILDER, stream(audio)), SSE)
+    client = respond(chat_chunks(answer(silent()), BUILDER, stream(audio)), SSE)
     deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
     (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
     reasons = [chunk["speech_error"]["code"] for chunk in client.objects if "speech_error" in chunk]
     assert reasons == ["nothing_to_speak"]
-    whole = json.loads(respond(chat_completion(silent(), BUILDER, keep(audio)), JSON).body)
+    whole = json.loads(respond(chat_completion(answer(silent()), BUILDER, keep(audio)), JSON).body)
     assert whole["speech_error"]["code"] == "nothing_to_speak"
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_completion(events(), BUILDER, keep(audio)), JSON)
+    client = respond(chat_completion(answer(events()), BUILDER, keep(audio)), JSON)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert json.loads(client.body)["usage"] == USAGE
     message = json.loads(client.body)["choices"][0]["message"]
@@ -245,8 +251,8 @@ def test_headers_keep_proxies_from_buffering_a_stream(parts: Callable[..., Async
 
 
 BODIES: dict[str, Callable[[AudioSpec], Body]] = {
-    "chat": lambda audio: chat_completion(events(is_complete=False), BUILDER, keep(audio)),
-    "chat stream": lambda audio: chat_chunks(events(is_complete=False), BUILDER, stream(audio)),
+    "chat": lambda audio: chat_completion(answer(events(is_complete=False)), BUILDER, keep(audio)),
+    "chat stream": lambda audio: chat_chunks(answer(events(is_complete=False)), BUILDER, stream(audio)),
     "speech": lambda audio: speech_clip(events(is_complete=False), keep(audio)),
     "speech stream": lambda audio: speech_parts(events(is_complete=False), stream(audio)),
     "speech events": lambda audio: speech_events(events(is_complete=False), stream(audio)),

@@ -17,6 +17,7 @@ from fake_thinker import thinker_parameters
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.grammar.compiler import GrammarCompiler
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import Item, TokenItem
 from mingc.runtime.service.omni import OmniService
@@ -90,7 +91,9 @@ def scripted_service(answer: Callable[[str], str] = two_tools) -> tuple[OmniServ
     parameters = replace(thinker_parameters(tokenizer.token_id), max_positions=CONTEXT)
     thinker = Scripted(tokenizer, answer)
     service = make_service(
-        loop=cast(Any, thinker), processor=ChatProcessor(tokenizer, parameters, vision=None, audio=None)
+        loop=cast(Any, thinker),
+        processor=ChatProcessor(tokenizer, parameters, vision=None, audio=None),
+        grammars=GrammarCompiler(tokenizer, parameters.vocab_size, parameters.stop_token_ids),
     )
     service.info = replace(service.info, has_tools=True)
     return service, thinker

@@ -26,6 +26,7 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TokenLogprobs,
     Usage,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
@@ -457,3 +458,54 @@ def test_a_token_in_a_speech_request_is_an_error() -> None:
     run = SpeechOutputProcessor(stream, sample_rate=5, timings=Timings())
     with pytest.raises(WorkerError, match="TokenItem"):
         run.accept(TokenItem(token=1, finish=None))
+
+
+LOGPROBS = TokenLogprobs(logprob=-1.0)
+
+
+def answer_of(ids: Sequence[int], stop: tuple[str, ...] = ()) -> tuple[str, list[int], list[TextDelta]]:
+    """Text of an answer, the tokens with log probabilities, and all deltas."""
+    run = make_processor(Detokenizer(tokenizer()), SamplingParams(stop=stop, num_logprobs=0))
+    deltas: list[TextDelta] = []
+    for index, token in enumerate(ids):
+        finish = "length" if index == len(ids) - 1 else None
+        events = run.accept(TokenItem(token=token, finish=finish, logprobs=LOGPROBS))
+        deltas += [event for event in events if isinstance(event, TextDelta)]
+        if run.is_text_done:
+            break
+    return "".join(each.text for each in deltas), [t for each in deltas for t, _ in each.logprobs], deltas
+
+
+def joined(ids: Iterable[int]) -> str:
+    return b"".join(tokenizer().token_bytes(each) or b"" for each in ids).decode(errors="replace")
+
+
+ANY_TOKENS = st.lists(st.integers(0, tokenizer().vocab_size + 3), min_size=1, max_size=40)
+TEXTS = st.text(st.sampled_from("ab <né你😀\n"), min_size=1, max_size=20)
+
+
+@given(ids=ANY_TOKENS | TEXTS.map(tokenizer().encode_plain))
+def test_bytes_of_the_tokens_with_logprobs_are_the_text(ids: list[int]) -> None:
+    text, found, deltas = answer_of(ids)
+    assert found == ids
+    assert joined(found) == text == tokenizer().decode(ids)
+    shown, tokens = "", []
+    for delta in deltas:  # a token comes with the delta that has its text
+        shown, tokens = shown + delta.text, [*tokens, *(token for token, _ in delta.logprobs)]
+        assert joined(tokens).rstrip("\ufffd") == shown.rstrip("\ufffd")
+
+
+@given(text=TEXTS, stop=TEXTS)
+def test_tokens_after_the_start_of_a_stop_string_have_no_logprobs(text: str, stop: str) -> None:
+    ids = tokenizer().encode_plain(text)
+    shown, found, _ = answer_of(ids, (stop,))
+    assert shown == text.partition(stop)[0]
+    assert found == ids[: len(found)] and joined(found).startswith(shown) and bool(found) == bool(shown)
+    pieces = [joined(ids[: index + 1]) for index in range(len(found))]
+    assert not any(piece.startswith(shown) and "\ufffd" not in piece for piece in pieces[:-1])
+
+
+def test_answers_without_logprobs_have_none() -> None:
+    run = make_processor(Detokenizer(tokenizer()))
+    (delta, *_) = run.accept(TokenItem(token=70, finish="length", logprobs=LOGPROBS))
+    assert isinstance(delta, TextDelta) and delta.logprobs == ()

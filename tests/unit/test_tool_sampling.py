@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from preprocess_data import CHECKPOINT, tokenizer
 
 from mingc.prompts.tools import Tool, ToolUse, find_tool_tokens, tool_of
+from mingc.runtime.grammar.grammars import grammar_text
 from mingc.runtime.request import Constraint, SamplingParams
 from mingc.runtime.service.tool_calls import tool_sampling
 
@@ -43,7 +44,7 @@ def sampling(use: ToolUse, given: SamplingParams = PLAIN, *, thinking: bool = Fa
 def allows(constraint: Constraint | None, text: str) -> bool:
     """Whether an answer may be exactly this text, in which tags of calls are tokens."""
     assert constraint is not None and constraint.kind == "grammar"
-    matcher = LLMatcher(GUIDE, constraint.text, log_level=0)
+    matcher = LLMatcher(GUIDE, grammar_text(constraint), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer().encode(text)
     return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()

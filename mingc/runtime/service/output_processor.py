@@ -6,6 +6,7 @@ This is pure logic between a `RequestStream` and the client: it neither waits no
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TextKind,
+    TokenLogprobs,
     Usage,
 )
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
@@ -47,8 +50,50 @@ class Timings:
         if name not in self._moments and at is not None:
             self._moments[name] = round((at - self._start) * 1000, 3)
 
+    def copy(self) -> Timings:
+        """The same moments, for a further answer of the request."""
+        copied = Timings()
+        copied._start, copied._moments = self._start, dict(self._moments)
+        return copied
+
     def to_dict(self) -> dict[str, float]:
         return dict(self._moments)
+
+
+Entries = tuple[tuple[int, TokenLogprobs], ...]
+
+
+class LogprobQueue:
+    """Log probabilities of the tokens of one answer that wait for their text, which stop strings may hold back.
+
+    A token goes with the first delta that has a part of its text. A half character, and a special token, which has no
+    text, go with the next token.
+    """
+
+    def __init__(self) -> None:
+        self._num_characters = 0  # of all tokens
+        self._without_text: Entries = ()
+        self._waiting: deque[tuple[int, Entries]] = deque()  # before them come so many characters
+
+    def push(self, token: int, logprobs: TokenLogprobs, text: str) -> None:
+        """Add a token, which completes `text`."""
+        self._without_text += ((token, logprobs),)
+        if text:
+            self._waiting.append((self._num_characters, self._without_text))
+            self._num_characters += len(text)
+            self._without_text = ()
+
+    def take(self, num_characters: int, *, is_complete: bool) -> Entries:
+        """The tokens that go with the text that ends after `num_characters`.
+
+        `is_complete`: all text is shown, so that no token waits any longer.
+        """
+        taken: Entries = ()
+        while self._waiting and self._waiting[0][0] < num_characters:
+            taken += self._waiting.popleft()[1]
+        if is_complete:
+            taken, self._without_text = taken + self._without_text, ()
+        return taken
 
 
 class SpeechStream:
@@ -159,6 +204,8 @@ class ChatOutputProcessor:
         self._spoken_text = spoken_text
         self._sample_rate = sample_rate
         self._timings = timings
+        self._logprobs = None if sampling.num_logprobs is None else LogprobQueue()
+        self._num_shown = 0  # characters
         self._finish: FinishReason | None = None
         self.is_done = False
 
@@ -193,10 +240,15 @@ class ChatOutputProcessor:
         text, calls, is_stopped = self._read(item)
         is_end = item.finish is not None or is_stopped
         is_call = self._calls is not None and item.token is not None and (was_open or self._calls.is_open)
-        events: list[Event] = [
-            *self._text_events(text, item.token, is_call=is_call, ends_text=is_end or is_call, is_end=is_end),
-            *calls,
-        ]
+        self._num_shown += len(text)
+        logprobs: Entries = ()
+        if self._logprobs is not None:
+            is_complete = is_call or (item.finish is not None and not is_stopped)
+            logprobs = self._logprobs.take(self._num_shown, is_complete=is_complete)
+        deltas = self._text_events(
+            text, item.token, logprobs, is_call=is_call, ends_text=is_end or is_call, is_end=is_end
+        )
+        events: list[Event] = [*deltas, *calls]
         if is_end:
             finish = "stop" if is_stopped else item.finish or "stop"
             has_calls = self._calls is not None and self._calls.is_successful
@@ -216,10 +268,13 @@ class ChatOutputProcessor:
             if not calls.is_open:
                 text, is_stopped = self._end_text()
             if not is_stopped:
+                self._add_logprobs(item, "")
                 events += calls.push(item.token)
                 is_stopped = calls.ends_answer
         elif item.token is not None:
-            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
+            piece = self._detokenizer.push(item.token)
+            self._add_logprobs(item, piece)
+            text, is_stopped = self._find_stop(piece)
         if item.finish is not None and not is_stopped:
             if calls is not None and calls.is_open:
                 events += calls.finish()
@@ -228,13 +283,24 @@ class ChatOutputProcessor:
                 text += rest
         return text, events, is_stopped
 
+    def _add_logprobs(self, item: TokenItem, piece: str) -> None:
+        if self._logprobs is not None and item.token is not None and item.logprobs is not None:
+            self._logprobs.push(item.token, item.logprobs, piece)
+
     def _end_text(self) -> tuple[str, bool]:
         """The text that is held back before a call or the end. See `_find_stop`."""
         text, is_stopped = self._find_stop(self._detokenizer.flush())
         return text + ("" if is_stopped else self._stops.flush()), is_stopped
 
     def _text_events(
-        self, text: str, token: int | None, *, is_call: bool, ends_text: bool, is_end: bool
+        self,
+        text: str,
+        token: int | None,
+        logprobs: Entries,
+        *,
+        is_call: bool,
+        ends_text: bool,
+        is_end: bool,
     ) -> list[Event]:
         """Separate thought and text, and speak the text. The first event has the token."""
         thought = ""
@@ -254,10 +320,11 @@ class ChatOutputProcessor:
         events: list[Event] = []
         is_thinking = self._thoughts is not None and self._thoughts.is_thinking and not is_call
         if thought or (token is not None and is_thinking and not text):
-            events.append(TextDelta(text=thought, token=token, kind="thought"))
-            token = None
-        if text or token is not None:
-            events.append(TextDelta(text=text, token=token, kind="call" if is_call and not text else "text"))
+            events.append(TextDelta(text=thought, token=token, kind="thought", logprobs=logprobs))
+            token, logprobs = None, ()
+        if text or logprobs or token is not None:
+            kind: TextKind = "call" if is_call and not text else "text"
+            events.append(TextDelta(text=text, token=token, kind=kind, logprobs=logprobs))
         return events
 
     def _find_stop(self, text: str) -> tuple[str, bool]:

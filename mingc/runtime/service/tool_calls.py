@@ -100,9 +100,8 @@ class CallParser:
         return [ToolCallFailed(index=None if scanner.name is None else self._num_begun - 1, text=text)]
 
 
-# Rules of llguidance: the separators of the prompt's examples. With free white space, a weak model may never end.
+# Rules of llguidance: the separators of the prompt's example. With free white space, a weak model may never end.
 _FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_THOUGHT = 'thought: "<think>" thinking /\\n*/\nthinking[suffix="</think>"]: /(?s:.*)/\n'
 
 
 def tool_sampling(
@@ -111,8 +110,8 @@ def tool_sampling(
     """What may be sampled of an answer with these tools.
 
     A call that must come is constrained from the first token, after a thought if the model may think; other calls are
-    constrained from their own first token, if a function is strict or not all may be called. A response format of the
-    request applies to answers without calls.
+    constrained from their own first token, if a function is strict or not all may be called. `response_format` applies to
+    answers without calls; any other constraint of the request to the whole answer, so that it calls nothing.
     """
     tools = use.callable_tools
     if not tools:
@@ -121,9 +120,12 @@ def tool_sampling(
     is_free = len(tools) == len(use.tools) and not any(tool.is_strict for tool in tools)
     if use.choice == "required":
         constraint = _grammar("calls", tools, use, "tool_choice", thinking)
-    elif answer is not None and answer.kind == "json":
-        schema = json.dumps({**json.loads(answer.text), "x-guidance": _FORMAT}, ensure_ascii=False)
-        constraint = _grammar(f"(answer | calls)\nanswer: %json {schema}", tools, use, answer.param, thinking)
+    elif answer is not None and answer.param == "response_format":
+        schema = json.loads(answer.text)
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        text = json.dumps({**schema, "x-guidance": _FORMAT}, ensure_ascii=False)
+        constraint = _grammar(f"(answer | calls)\nanswer: %json {text}", tools, use, answer.param, thinking)
     elif answer is not None or is_free:
         return sampling
     else:
@@ -135,10 +137,10 @@ def tool_sampling(
 def _grammar(start: str, tools: Sequence[Tool], use: ToolUse, param: str, thinking: bool) -> Constraint:
     more = ' ("\\n" tagged)*' if use.is_parallel else ""
     text = (
-        f"start: {'thought? ' if thinking else ''}{start}\n{_THOUGHT if thinking else ''}"
+        f"start: {start}\n"
         f'calls: tagged{more}\ntagged: {TOOL_TAGS[0]} "\\n" call "\\n" {TOOL_TAGS[1]}\n{_call_rules(tools)}'
     )
-    return Constraint(kind="grammar", text=text, param=param)
+    return Constraint(kind="grammar", text=text, param=param, thinking=thinking)
 
 
 def _call_rules(tools: Sequence[Tool]) -> str:

@@ -10,13 +10,24 @@ from msgspec import Struct
 
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, FunctionTool
+from mingc.server.http.request_schemas import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    SPEECH_BODY,
+    TOKENIZE_BODY,
+    FunctionTool,
+)
 from mingc.server.http.response_schemas import (
     ChatCompletion,
+    Detokenized,
     HealthResponse,
     ModelList,
     ModelObject,
     ReadyResponse,
+    TextCompletion,
+    TokenList,
+    Version,
     VoiceList,
 )
 
@@ -25,9 +36,16 @@ Json = dict[str, Any]
 
 _STRUCTS = (
     CHAT_BODY,
+    COMPLETION_BODY,
     SPEECH_BODY,
+    TOKENIZE_BODY,
+    DETOKENIZE_BODY,
     FunctionTool,
     ChatCompletion,
+    TextCompletion,
+    TokenList,
+    Detokenized,
+    Version,
     ModelList,
     ModelObject,
     VoiceList,
@@ -58,11 +76,15 @@ def openapi_document() -> bytes:
 
 
 def _paths() -> Json:
-    chat = {**_json(ChatCompletion), "text/event-stream": {}}
+    chat, text = ({**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion))
     speech: Json = {name: {} for name in ("audio/wav", "audio/pcm", "audio/flac", "text/event-stream")}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {"post": _generation("Answer a conversation.", CHAT_BODY, chat)},
+        "/v1/completions": {"post": _generation("Continue a text.", COMPLETION_BODY, text)},
+        "/tokenize": {"post": _generation("Tokens of a prompt.", TOKENIZE_BODY, _json(TokenList))},
+        "/detokenize": {"post": _generation("Text of tokens.", DETOKENIZE_BODY, _json(Detokenized))},
+        "/version": {"get": _list("Version of mingc.", _json(Version))},
         "/v1/audio/speech": {"post": _generation("Speak a text.", SPEECH_BODY, speech)},
         "/v1/models": {"get": _list("The served model under each of its names.", _json(ModelList))},
         "/v1/models/{model}": {

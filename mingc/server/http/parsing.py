@@ -1,4 +1,4 @@
-"""Parsing of chat and speech requests: decoded bodies are checked against the artifact and become typed parameters.
+"""Parsing of request bodies: they are decoded, checked against the artifact, and become requests to the service.
 
 Nothing is fetched or decoded here: media stay the strings the client sent (`mingc.server.http.media` reads them).
 Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `functions: []`).
@@ -6,49 +6,72 @@ Fields that OpenAI defines and mingc lacks are refused unless their value reques
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import Message, VideoParams
-from mingc.prompts.tools import ToolUse
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
-from mingc.server.audio_format import AudioFormat
+from mingc.prompts.conversation import VideoParams
+from mingc.runtime.request import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+)
+from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.body import decode_body, decode_small
+from mingc.server.http.constraints import parse_constraint
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
     CHAT_REFUSED,
+    COMPLETION_BODY,
+    COMPLETION_REFUSED,
+    DETOKENIZE_BODY,
+    MAX_TOKEN_ID,
     SPEECH_BODY,
     SPEECH_REFUSED,
+    TOKENIZE_BODY,
+    TOKENIZE_REFUSED,
+    ChatAudio,
     ChatBody,
+    DetokenizeBody,
+    Refused,
     SpeechBody,
     SpeechFields,
+    TextBody,
 )
 from mingc.server.http.tools import parse_tools
 from mingc.server.options import ServeOptions
 
+COMPLETION_TOKENS = 16  # of an answer without `max_tokens`, as with OpenAI
+
 Delivery = Literal["whole", "audio", "sse"]
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+_TextBody = TypeVar("_TextBody", bound=TextBody | DetokenizeBody)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParsedChat:
-    """A parsed chat request. `speech` is None when only text is requested; media of `messages` are not read yet."""
+class ParsedText(Generic[Request]):
+    """A parsed chat or completion, and how its answers are delivered. Media of its messages are not read yet.
 
-    messages: tuple[Message, ...]
-    sampling: SamplingParams
-    speech: SpeechParams | None
-    audio_format: AudioFormat
-    tools: ToolUse
-    video: VideoParams
-    thinking: bool
-    stream: bool
-    include_usage: bool
-    priority: int = 0
+    `audio`: the clip of a spoken answer. `shown_prompt`: what is repeated before each answer of a completion.
+    """
+
+    request: Request
+    audio: AudioSpec | None = None
+    stream: bool = False
+    include_usage: bool = False
+    shown_prompt: str | tuple[int, ...] = ""
+
+
+ParsedChat = ParsedText[ChatRequest]
+ParsedCompletion = ParsedText[CompletionRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,34 +91,122 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
+    return _chat(_decode_text(raw, CHAT_BODY, info), info, options, CHAT_REFUSED)
+
+
+def parse_completion(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedCompletion:
+    """Decode and check the body of a completion request. Raises: as `parse_chat`."""
+    body = _decode_text(raw, COMPLETION_BODY, info)
+    prompt = _prompt(body.prompt)
+    num_answers = as_integer(body.n, "n") or 1
+    if body.best_of is not None and body.best_of != num_answers:
+        raise _unsupported("best_of", f"all {num_answers} answers are returned; use 'n'")
+    if body.echo and body.logprobs is not None:
+        raise _unsupported("echo", "log probabilities of the prompt are not computed; leave 'logprobs' out")
+    _refuse_all(body, COMPLETION_REFUSED)
+    request = CompletionRequest(
+        request_id=f"cmpl-{uuid.uuid4().hex[:24]}",
+        prompt=prompt,
+        sampling=_sampling(
+            body,
+            max_tokens=as_integer(body.max_tokens, "max_tokens") or COMPLETION_TOKENS,
+            num_logprobs=as_integer(body.logprobs, "logprobs"),
+        ),
+        priority=as_integer(body.priority, "priority") or 0,
+        num_answers=num_answers,
+    )
+    return ParsedText(
+        request=request,
+        stream=body.stream or False,
+        include_usage=_include_usage(body),
+        shown_prompt=prompt if body.echo else "",
+    )
+
+
+def parse_tokenize(
+    raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
+) -> tuple[str | ChatRequest, bool]:
+    """Decode and check the body of a tokenize request. Raises: as `parse_chat`.
+
+    Returns the prompt, and whether the answer has the tokens as the vocabulary writes them.
+    """
+    body = _decode_text(raw, TOKENIZE_BODY, info)
+    if body.prompt is None:
+        prompt: str | ChatRequest = _chat(body, info, options, TOKENIZE_REFUSED).request
+    elif body.messages is not None:
+        raise invalid("prompt", "is given beside 'messages'; send one of them")
+    else:
+        _refuse_all(body, TOKENIZE_REFUSED)
+        prompt = body.prompt
+    return prompt, body.return_token_strs or False
+
+
+def parse_detokenize(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> tuple[int, ...]:
+    """Decode and check the body of a detokenize request. Raises: as `parse_chat`."""
+    body = _decode_text(raw, DETOKENIZE_BODY, info)
+    if body.tokens is None:
+        raise missing("tokens")
+    return _integers(body.tokens, "tokens")
+
+
+def _decode_text(raw: bytes | memoryview, body_type: type[_TextBody], info: ServiceInfo) -> _TextBody:
+    """Decode a body for a route that needs the thinker."""
     if not info.has_text:
         raise RequestError(
             f"Model '{info.model}' was exported without its thinker: it cannot chat. It serves /v1/audio/speech.",
             param="model",
             code="unsupported_model",
         )
-    body = decode_body(raw, CHAT_BODY)
+    body = decode_body(raw, body_type)
     _check_model(body.model, info)
+    return body
+
+
+def _chat(body: ChatBody, info: ServiceInfo, options: ServeOptions, refused: Refused) -> ParsedChat:
     messages = parse_messages(body, info, options)
-    audio_format, speech = _audio(body, info, options)
-    sampling = _sampling(body)
+    audio, speech = _audio(body, info, options)
+    num_answers = as_integer(body.n, "n") or 1
+    if speech is not None and num_answers > 1:
+        raise _unsupported("n", "only one answer is spoken: leave 'n' or the audio out")
+    top_logprobs = as_integer(body.top_logprobs, "top_logprobs") or 0
+    if top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "is only allowed with 'logprobs': true")
+    sampling = _sampling(
+        body,
+        max_tokens=_alias(body, "max_tokens", "max_completion_tokens", "") or SamplingParams().max_tokens,
+        num_logprobs=top_logprobs if body.logprobs else None,
+    )
     if speech is not None and speech.seed is None:
         speech = replace(speech, seed=sampling.seed)
-    parsed = ParsedChat(
+    stream = body.stream or False
+    request = ChatRequest(
+        request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
         sampling=sampling,
         speech=speech,
-        audio_format=audio_format,
         tools=parse_tools(body, info),
         video=_video(body),
         thinking=_thinking(body),
-        stream=body.stream or False,
-        include_usage=_include_usage(body),
+        is_live=stream and audio is not None and audio.is_playable_in_parts,
         priority=as_integer(body.priority, "priority") or 0,
+        num_answers=num_answers,
     )
-    for name, (why, neutral) in CHAT_REFUSED.items():
-        _refuse(body, name, why, unless=neutral)
-    return parsed
+    include_usage = _include_usage(body)
+    _refuse_all(body, refused)
+    return ParsedText(request=request, audio=audio, stream=stream, include_usage=include_usage)
+
+
+def _prompt(prompt: str | Sequence[str | float | Sequence[float]] | None) -> str | tuple[int, ...]:
+    """One prompt: alone, or in an array of its own as some clients send it."""
+    if prompt is None:
+        raise missing("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if any(isinstance(each, str | Sequence) for each in prompt):
+        if len(prompt) > 1:
+            raise _unsupported("prompt", "one prompt is answered per request; send several requests")
+        return _prompt(cast(Any, prompt[0]))
+    return _integers(cast(Sequence[float], prompt), "prompt")
 
 
 def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
@@ -114,8 +225,7 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
         raise too_long("input", options.max_speech_characters)
     if not body.input.strip():
         raise invalid("input", "is empty: there is nothing to speak")
-    for name, (why, neutral) in SPEECH_REFUSED.items():
-        _refuse(body, name, why, unless=neutral)
+    _refuse_all(body, SPEECH_REFUSED)
     return ParsedSpeech(
         text=body.input,
         speech=_speech_params(body, info, options, ""),
@@ -149,8 +259,17 @@ def _no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality"
     )
 
 
+def _unsupported(param: str, why: str) -> RequestError:
+    return RequestError(f"'{param}' is not supported: {why}.", param=param, code="unsupported_parameter")
+
+
+def _refuse_all(body: msgspec.Struct, refused: Refused) -> None:
+    for name, (why, neutral) in refused.items():
+        _refuse(body, name, why, unless=neutral)
+
+
 def _refuse(
-    body: ChatBody | SpeechFields, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
+    body: msgspec.Struct, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
 ) -> None:
     """Refuse a known but unsupported field, except with a value that requests nothing."""
     raw: msgspec.Raw = getattr(body, name)
@@ -160,14 +279,12 @@ def _refuse(
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
     if value is not None and not neutral:
-        raise RequestError(
-            f"'{prefix}{name}' is not supported: {why}.", param=prefix + name, code="unsupported_parameter"
-        )
+        raise _unsupported(prefix + name, why)
 
 
 def _audio(
     body: ChatBody, info: ServiceInfo, options: ServeOptions
-) -> tuple[AudioFormat, SpeechParams | None]:
+) -> tuple[AudioSpec | None, SpeechParams | None]:
     """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
     if body.modalities == []:
         raise invalid("modalities", "is empty, but an answer has at least text: send ['text']")
@@ -194,10 +311,10 @@ def _audio(
             raise invalid(
                 "audio", "is given, but 'modalities' does not request audio: send ['text', 'audio']"
             )
-        return "wav", None
-    if audio is None:
-        return "wav", SpeechParams(voice=info.default_voice)
-    return audio.format or "wav", _speech_params(audio, info, options, "audio.")
+        return None, None
+    audio = audio or ChatAudio()
+    spec = AudioSpec(format=audio.format or "wav", sample_rate=info.sample_rate)
+    return spec, _speech_params(audio, info, options, "audio.")
 
 
 def _speech_params(
@@ -247,20 +364,16 @@ def _seed(value: int | float | None, param: str) -> int | None:
     return seed % (1 << 64)
 
 
-def _sampling(body: ChatBody) -> SamplingParams:
+def _sampling(body: TextBody, *, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
     """Sampling parameters. An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
     default = SamplingParams()
 
     def number(value: float | None, fallback: float) -> float:
         return fallback if value is None else value
 
-    max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
     min_tokens = as_integer(body.min_tokens, "min_tokens") or default.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"is {min_tokens}, more than 'max_tokens' ({max_tokens})")
-    stop_token_ids = [
-        as_integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
-    ]
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body.temperature, default.temperature),
@@ -268,12 +381,35 @@ def _sampling(body: ChatBody) -> SamplingParams:
         top_k=max(as_integer(body.top_k, "top_k") or default.top_k, 0),
         min_p=number(body.min_p, default.min_p),
         repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=number(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=number(body.frequency_penalty, default.frequency_penalty),
+        logit_bias=_biases(body.logit_bias or {}),
         stop=_stop(body.stop),
-        stop_token_ids=tuple(token for token in stop_token_ids if token is not None),
+        stop_token_ids=_integers(body.stop_token_ids or (), "stop_token_ids"),
         min_tokens=min_tokens,
         ignore_eos=body.ignore_eos or False,
         seed=_seed(body.seed, "seed"),
+        num_logprobs=num_logprobs,
+        constraint=parse_constraint(body, thinking=isinstance(body, ChatBody) and _thinking(body)),
     )
+
+
+def _integers(values: Sequence[float], param: str) -> tuple[int, ...]:
+    found = (as_integer(value, f"{param}[{index}]") for index, value in enumerate(values))
+    return tuple(value for value in found if value is not None)
+
+
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Read `logit_bias`, whose keys are token ids."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 8 and int(key) <= MAX_TOKEN_ID):
+            raise RequestError(
+                f"'logit_bias' has the key {shorten(key)}, which is not the id of a token.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+    found = {int(key): bias for key, bias in biases.items()}
+    return tuple((token, bias) for token, bias in found.items() if bias)
 
 
 def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
@@ -309,7 +445,7 @@ def _thinking(body: ChatBody) -> bool:
     return bool(stated and stated[0][1])
 
 
-def _include_usage(body: ChatBody) -> bool:
+def _include_usage(body: TextBody) -> bool:
     if body.stream_options is None:
         return False
     if not body.stream:

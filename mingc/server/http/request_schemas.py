@@ -1,4 +1,4 @@
-"""JSON bodies of `/v1/chat/completions` and `/v1/audio/speech`: names, types and ranges of all fields, declared once.
+"""JSON bodies of the routes that run the model or its tokenizer: names, types and ranges of all fields, declared once.
 
 Decoding, range checks, error messages and the OpenAPI document come from these structs. Every field may be null, which
 counts as absent. A field of the type `Raw` is not decoded: it is ignored or refused. Unknown fields are refused at the
@@ -30,6 +30,12 @@ MAX_TOOLS = 128
 MAX_TOOL_NAME = 128
 MAX_STOP_CHARACTERS = 1000  # the most text that is held back and searched at each token
 MIN_PENALTY = 0.01  # logits are divided by it
+MAX_ANSWERS = 128  # as with OpenAI; each takes a place in the thinker's queue
+MAX_TOP_LOGPROBS = 20
+MAX_LOGPROBS = 5  # of completions
+MAX_BIASES = 300
+MAX_BIAS = 100.0
+MAX_SCHEMA_NAME = 64  # as with OpenAI
 
 _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
@@ -50,6 +56,9 @@ _SPEECH_LEAD = Meta(
     "server's --speech-lead.",
 )
 _TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
+_NUM_ANSWERS = Meta(ge=1, le=MAX_ANSWERS)
+_TOP_LOGPROBS = Meta(ge=0, le=MAX_TOP_LOGPROBS)
+_LOGPROBS = Meta(ge=0, le=MAX_LOGPROBS)
 Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
 MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
 TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
@@ -57,8 +66,16 @@ Pixels = Annotated[int, _PIXELS] | Annotated[float, _PIXELS]
 Priority = Annotated[int, _PRIORITY] | Annotated[float, _PRIORITY]
 SpeechLead = Annotated[int, _SPEECH_LEAD] | Annotated[float, _SPEECH_LEAD]
 TokenId = Annotated[int, _TOKEN_ID] | Annotated[float, _TOKEN_ID]
+NumAnswers = Annotated[int, _NUM_ANSWERS] | Annotated[float, _NUM_ANSWERS]
+TopLogprobs = Annotated[int, _TOP_LOGPROBS] | Annotated[float, _TOP_LOGPROBS]
+Logprobs = Annotated[int, _LOGPROBS] | Annotated[float, _LOGPROBS]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+_NUMERALS = Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,7}$"}})
+Biases = Annotated[dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]], _NUMERALS]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
+JsonSchema = dict[str, Any] | bool
 MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 _FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
 
@@ -269,19 +286,77 @@ class ProcessorSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
-class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
+class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """The answer is free."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """The answer is any JSON object."""
+
+
+class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema, which is always enforced. `name`, `description` and `strict` change nothing."""
+
+    name: Annotated[str, Meta(max_length=MAX_SCHEMA_NAME)]
+    schema: JsonSchema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """The answer matches a JSON schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to constrain an answer: one of these. `json`: a schema or its text; `grammar`: Lark."""
+
+    json: JsonSchema | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class TextBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all requests for text."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority | None = None
+    n: NumAnswers | None = None
+    # sampling
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=MIN_PENALTY, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    min_tokens: MinCount | None = None
+    ignore_eos: bool | None = None
+    seed: int | float | None = None
+    # constraints of the answer
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class ChatBody(TextBody, kw_only=True):
+    """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
+
     messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
     images: MediaList | None = None
     audios: MediaList | None = None
     videos: MediaList | None = None
-    modalities: Annotated[list[str], Meta(max_length=8)] | None = None
-    audio: ChatAudio | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    priority: Priority | None = None
     tools: (
         Annotated[
             list[dict[str, Any]],
@@ -297,19 +372,12 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: TemplateSwitches | None = None
-    # sampling
-    max_tokens: Count | None = None
+    modalities: Annotated[list[str], Meta(max_length=8)] | None = None
+    audio: ChatAudio | None = None
     max_completion_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=MIN_PENALTY, le=10.0)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
-    min_tokens: MinCount | None = None
-    ignore_eos: bool | None = None
-    seed: int | float | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     image_max_pixels: Pixels | None = None
     # video sampling
     video_fps: Annotated[float, Meta(gt=0.0, le=1000.0)] | None = None
@@ -318,6 +386,32 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     video_max_pixels: Pixels | None = None
     video_total_pixels: Pixels | None = None
     mm_processor_kwargs: ProcessorSwitches | None = None
+
+
+class CompletionBody(TextBody, kw_only=True):
+    """Fields of `POST /v1/completions` that change the answer; `COMPLETION_BODY` has all.
+
+    `prompt`: a text or token ids, or an array with one of them.
+    """
+
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKENS)] | None = None
+    best_of: NumAnswers | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+
+
+class TokenizeBody(ChatBody, kw_only=True):
+    """Fields of `POST /tokenize`: `prompt`, or those of a chat; `TOKENIZE_BODY` has all."""
+
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds | None = None
 
 
 class SpeechBody(SpeechFields, kw_only=True):
@@ -334,16 +428,23 @@ class SpeechBody(SpeechFields, kw_only=True):
 Refused = Mapping[str, tuple[str, tuple[object, ...]]]
 
 # Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
+_SAMPLING_REFUSED: Refused = {
+    "use_beam_search": ("there is no beam search", (False,)),
+    "length_penalty": ("there is no beam search", (1,)),
+    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
+    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
+    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
+    "prompt_logprobs": ("log probabilities of the prompt are not computed", (0,)),
+    "allowed_token_ids": ("use 'logit_bias'", ()),
+    "bad_words": ("use 'logit_bias'", ([],)),
+    "logits_processors": ("use 'logit_bias'", ([],)),
+    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
+    "return_token_ids": ("token ids are not returned", (False,)),
+    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
+}
 CHAT_REFUSED: Refused = {
-    "n": ("one choice is generated per request", (1,)),
     "functions": ("use 'tools'", ([],)),
     "function_call": ("use 'tool_choice'", ("none", "auto")),
-    "logprobs": ("log probabilities are not returned", (False,)),
-    "top_logprobs": ("log probabilities are not returned", (0,)),
-    "logit_bias": ("logits are not biased", ({},)),
-    "response_format": ("the text is not constrained", ({"type": "text"},)),
-    "frequency_penalty": ("use 'repetition_penalty'", (0,)),
-    "presence_penalty": ("use 'repetition_penalty'", (0,)),
     "prediction": ("predicted outputs are not used", ()),
     "moderation": ("nothing is moderated here", ()),
     "web_search_options": ("nothing is searched here", ()),
@@ -351,31 +452,23 @@ CHAT_REFUSED: Refused = {
     "image_generation": ("images are not generated", ()),
     "stage_sampling": ("sampling is set for the whole request", ({},)),
     "stage_params": ("parameters are set for the whole request", ({},)),
-    "best_of": ("one choice is generated per request", (1,)),
-    "use_beam_search": ("there is no beam search", (False,)),
-    "length_penalty": ("there is no beam search", (1,)),
-    "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
-    "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
-    "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
-    "prompt_logprobs": ("log probabilities are not returned", (0,)),
-    "allowed_token_ids": ("logits are not biased", ()),
-    "bad_words": ("logits are not biased", ([],)),
-    "logits_processors": ("logits are not biased", ([],)),
-    "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
+    "best_of": ("all answers are returned; use 'n'", (1,)),
     "echo": ("an answer does not repeat the prompt", (False,)),
+    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
     "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
     "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
-    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
     "chat_template": ("the artifact's own template is used", ()),
     "documents": ("put the text into a message", ([],)),
-    "structured_outputs": ("the text is not constrained", ({},)),
-    "guided_json": ("the text is not constrained", ()),
-    "guided_regex": ("the text is not constrained", ()),
-    "guided_choice": ("the text is not constrained", ()),
-    "guided_grammar": ("the text is not constrained", ()),
-    "return_token_ids": ("token ids are not returned", (False,)),
-    "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
+    **_SAMPLING_REFUSED,
 }
+COMPLETION_REFUSED: Refused = {
+    "suffix": ("a text is continued, nothing is inserted", ("",)),
+    "prompt_embeds": ("the prompt is a text or token ids", ()),
+    "add_special_tokens": ("the prompt is used as it is", (False, True)),
+    "response_format": ("use 'structured_outputs'", ({"type": "text"},)),
+    **_SAMPLING_REFUSED,
+}
+TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokenizer adds none", (False, True))}
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(
     (
@@ -408,4 +501,7 @@ def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
 
 
 CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
+COMPLETION_BODY = _with_other_fields(CompletionBody, COMPLETION_REFUSED)
+TOKENIZE_BODY = _with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
+DETOKENIZE_BODY = _with_other_fields(DetokenizeBody, {})
 SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)

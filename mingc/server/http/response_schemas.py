@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
@@ -17,6 +19,7 @@ from mingc.runtime.request import (
     FinishReason,
     ServiceInfo,
     TextDelta,
+    TokenLogprobs,
     ToolCallDelta,
     ToolCallDone,
     ToolCallFailed,
@@ -114,10 +117,27 @@ class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fi
     audio: AnswerAudio | UnsetType = UNSET
 
 
+class TopLogprob(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A token, the bytes that it adds to the text's UTF-8 (null for a special token), and its log probability."""
+
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, forbid_unknown_fields=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
 class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
@@ -175,7 +195,7 @@ class Delta(Struct, kw_only=True):
 class ChunkChoice(Struct, kw_only=True):
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -189,6 +209,52 @@ class ChatChunk(Struct, tag_field="object", tag="chat.completion.chunk", kw_only
     usage: ChatUsage | UnsetType | None = UNSET
     timings_ms: dict[str, float] | UnsetType = UNSET
     speech_error: SpeechError | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Lists with one item for each token."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+
+class CompletionChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class TextCompletion(
+    Struct, tag_field="object", tag="text_completion", forbid_unknown_fields=True, kw_only=True
+):
+    """A completion, or one event of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+    timings_ms: dict[str, float] | UnsetType = UNSET
+
+
+class TokenList(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`token_strs`: the tokens as the vocabulary writes them, if they are requested."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, forbid_unknown_fields=True):
+    prompt: str
+
+
+class Version(Struct, forbid_unknown_fields=True):
+    version: str
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
@@ -248,7 +314,8 @@ def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
     return {
         "input_modalities": [name for name, is_able in inputs.items() if is_able],
         "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
-        "routes": ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech,
+        "routes": ["/v1/chat/completions", "/v1/completions"] * info.has_text
+        + ["/v1/audio/speech"] * info.has_speech,
         "media_limits": {"request_bytes": options.max_media_bytes, **info.media_limits}
         if info.media_limits
         else UNSET,
@@ -278,21 +345,27 @@ def speech_done(usage: Usage) -> SpeechDone:
 
 
 class Answer:
-    """Collects what a client gets of an answer besides its speech. `calls` are complete."""
+    """Collects what a client gets of an answer besides its speech.
+
+    Attributes:
+        calls: those that are complete.
+        logprobs: of its tokens, if they were requested.
+    """
 
     def __init__(self) -> None:
         self._content: list[str] = []
         self._text: list[str] = []
         self._thought: list[str] = []
         self.calls: list[ToolCallDone] = []
+        self.logprobs: list[tuple[int, TokenLogprobs]] = []
 
     def add(self, event: Event) -> None:
         match event:
-            case TextDelta(kind="thought"):
-                self._thought.append(event.text)
             case TextDelta():
-                self._content.append(event.text)
-                self._text.append(event.text)
+                self.logprobs += event.logprobs
+                parts = (self._thought,) if event.kind == "thought" else (self._content, self._text)
+                for each in parts:
+                    each.append(event.text)
             case ToolCallDone():
                 self.calls.append(event)
             case ToolCallFailed():
@@ -304,8 +377,8 @@ class Answer:
         return "".join(self._content) or (None if self.calls else "")
 
     @property
-    def transcript(self) -> str:
-        """Its text, which is what its speech says."""
+    def text(self) -> str:
+        """Its text alone, which is what its speech says."""
         return "".join(self._text)
 
     @property
@@ -315,37 +388,54 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatResponseBuilder:
-    """Builds the response objects of one chat request, which share id, model and time."""
+    """Builds the response objects of one chat request, which share id, model and time.
+
+    `index`: the answer of whose stream it builds chunks.
+    """
 
     request_id: str
     model: str
     include_usage: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
+    index: int = 0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def completion(self, answer: Answer, *, audio: str | None, done: Done) -> ChatCompletion:
-        """Make the complete answer. `audio`: base64 of a clip."""
-        calls = [
-            AnswerCall(id=_call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
-            for call in answer.calls
-        ]
-        message = AnswerMessage(
-            content=answer.content,
-            refusal=None,
-            reasoning_content=answer.thought or UNSET,
-            tool_calls=calls or UNSET,
-        )
-        if audio is not None:
-            message.audio = AnswerAudio(
-                id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=answer.transcript
+    def completion(
+        self,
+        answers: Sequence[tuple[Answer, Done]],
+        *,
+        audio: str | None,
+        logprobs: Sequence[ChatLogprobs] | None = None,
+    ) -> ChatCompletion:
+        """Make the complete answers. `audio`: base64 of the clip of a single one."""
+        choices = []
+        for index, (answer, done) in enumerate(answers):
+            calls = [
+                AnswerCall(id=_call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
+                for call in answer.calls
+            ]
+            message = AnswerMessage(
+                content=answer.content,
+                refusal=None,
+                reasoning_content=answer.thought or UNSET,
+                tool_calls=calls or UNSET,
             )
+            if audio is not None:
+                message.audio = AnswerAudio(
+                    id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=answer.text
+                )
+            found = None if logprobs is None else logprobs[index]
+            choices.append(
+                Choice(index=index, message=message, logprobs=found, finish_reason=done.finish_reason)
+            )
+        dones = [done for _, done in answers]
         return ChatCompletion(
             id=self.request_id,
             created=self.created,
             model=self.model,
-            choices=[Choice(index=0, message=message, logprobs=None, finish_reason=done.finish_reason)],
-            usage=chat_usage(done.usage),
-            timings_ms=done.timings_ms,
-            speech_error=_speech_error(done),
+            choices=choices,
+            usage=chat_usage(total_usage(dones)),
+            timings_ms=last_timings(dones),
+            speech_error=_speech_error(dones[0]),
         )
 
     def end_chunk(self, done: Done) -> ChatChunk:
@@ -358,12 +448,15 @@ class ChatResponseBuilder:
         delta: Delta,
         finish_reason: FinishReason | None = None,
         timings_ms: dict[str, float] | None = None,
+        logprobs: ChatLogprobs | None = None,
     ) -> ChatChunk:
         return ChatChunk(
             id=self.request_id,
             created=self.created,
             model=self.model,
-            choices=[ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)],
+            choices=[
+                ChunkChoice(index=self.index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+            ],
             usage=None if self.include_usage else UNSET,
             timings_ms=UNSET if timings_ms is None else timings_ms,
         )
@@ -396,6 +489,49 @@ class ChatResponseBuilder:
     @property
     def _audio_id(self) -> str:
         return "audio-" + self.request_id.removeprefix("chatcmpl-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionResponseBuilder:
+    """Builds the response objects of one completion request, which share id, model and time."""
+
+    request_id: str
+    model: str
+    include_usage: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def completion(self, choices: list[CompletionChoice], dones: Sequence[Done]) -> TextCompletion:
+        """Make the complete answers."""
+        return TextCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=chat_usage(total_usage(dones)),
+            timings_ms=last_timings(dones),
+        )
+
+    def chunk(
+        self, *choices: CompletionChoice, done: Done | None = None, usage: Usage | None = None
+    ) -> TextCompletion:
+        """One event of a stream. `done`: the end of its answer."""
+        return TextCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[*choices],
+            usage=chat_usage(usage) if usage else None if self.include_usage else UNSET,
+            timings_ms=UNSET if done is None else done.timings_ms,
+        )
+
+
+def total_usage(dones: Sequence[Done]) -> Usage:
+    return sum((done.usage for done in dones), Usage())
+
+
+def last_timings(dones: Sequence[Done]) -> dict[str, float]:
+    """The timings of the answer that ended last."""
+    return max((done.timings_ms for done in dones), key=lambda timings: timings.get("done", 0.0))
 
 
 def _speech_error(done: Done) -> SpeechError | UnsetType:

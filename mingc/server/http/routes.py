@@ -1,4 +1,4 @@
-"""The two routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
+"""The routes that run the model or its tokenizer, as ASGI apps: admission, the body, the response, cancellation.
 
 `parsing` checks the body, `streaming` writes the response.
 """
@@ -8,30 +8,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError
-from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest, TextRequest
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.field_errors import invalid
 from mingc.server.http.media import MediaLoader
-from mingc.server.http.parsing import parse_chat, parse_speech
-from mingc.server.http.response_schemas import ChatResponseBuilder, sse
+from mingc.server.http.parsing import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_speech,
+    parse_tokenize,
+)
+from mingc.server.http.response_schemas import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    Detokenized,
+    TokenList,
+    sse,
+)
 from mingc.server.http.streaming import (
     JSON,
     SSE,
     ResponseWriter,
     chat_chunks,
     chat_completion,
+    completion,
+    completion_chunks,
     speech_clip,
     speech_events,
     speech_parts,
@@ -183,47 +199,101 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     """`POST /v1/chat/completions`."""
     server = state.server
     timer = server.metrics.timer()
-    info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
-    body.key.add_chat(
-        "".join(
-            (
-                *(message.prompt_text for message in parsed.messages),
-                *(tool.definition for tool in parsed.tools.tools),
-            )
-        ),
-        parsed.sampling.max_tokens,
-        is_spoken=parsed.speech is not None,
+    request, audio = parsed.request, parsed.audio
+    texts = [message.prompt_text for message in request.messages]
+    body.key.add_text(
+        "".join((*texts, *(tool.definition for tool in request.tools.tools))),
+        request.sampling.max_tokens * request.num_answers,
+        is_spoken=request.speech is not None,
     )
-    messages = await state.media.load(parsed.messages)
-    parsed = replace(parsed, messages=())  # its base64 is decoded
-    body.charge.set(sum(message.size for message in messages))
-    audio = (
-        None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
-    )
-    request = ChatRequest(
-        request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
-        messages=messages,
-        sampling=parsed.sampling,
-        speech=parsed.speech,
-        tools=parsed.tools,
-        video=parsed.video,
-        thinking=parsed.thinking,
-        is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
-        priority=parsed.priority,
-    )
+    stream, include_usage = parsed.stream, parsed.include_usage
+    del parsed  # its base64, which is decoded now
+    request = await _load_media(state, request, body.charge)
     builder = ChatResponseBuilder(
-        request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
+        request_id=request.request_id, model=server.service.info.model, include_usage=include_usage
     )
-    if parsed.stream:
+    options: Any = {"num_answers": request.num_answers, "tokenizer": _tokenizer_for(server, request)}
+    if stream:
         with nullcontext() if audio is None else state.stream(audio) as clip:
-            async with timer.measure(server.service.chat(request)) as events:
-                await response.send_stream(SSE, chat_chunks(events, builder, clip))
+            async with timer.measure(server.service.answers(request)) as answers:
+                await response.send_stream(SSE, chat_chunks(answers, builder, clip, **options))
     else:
         with nullcontext() if audio is None else state.answers.keep(audio) as kept:
-            async with timer.measure(server.service.chat(request)) as events:
-                whole = await chat_completion(events, builder, kept)
+            async with timer.measure(server.service.answers(request)) as answers:
+                whole = await chat_completion(answers, builder, kept, **options)
             await response.send_whole(JSON, *whole)
+
+
+async def _load_media(state: HttpState, request: ChatRequest, charge: Charge) -> ChatRequest:
+    messages = await state.media.load(request.messages)
+    charge.set(sum(message.size for message in messages))
+    return replace(request, messages=messages)
+
+
+def _tokenizer_for(server: ServerState, request: TextRequest) -> TextTokenizer | None:
+    """The tokenizer if log probabilities are requested."""
+    return None if request.sampling.num_logprobs is None else server.service.tokenizer
+
+
+async def handle_completion(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/completions`."""
+    server = state.server
+    timer = server.metrics.timer()
+    parsed = await state.parse(parse_completion, body.take())
+    request, shown = parsed.request, parsed.shown_prompt
+    body.key.add_text(request.prompt, request.sampling.max_tokens * request.num_answers)
+    if not isinstance(shown, str):
+        shown = await _detokenize(server.service.tokenizer, shown, "prompt")
+    builder = CompletionResponseBuilder(
+        request_id=request.request_id, model=server.service.info.model, include_usage=parsed.include_usage
+    )
+    options: Any = {
+        "num_answers": request.num_answers,
+        "shown_prompt": shown,
+        "tokenizer": _tokenizer_for(server, request),
+    }
+    async with timer.measure(server.service.answers(request)) as answers:
+        if parsed.stream:
+            await response.send_stream(SSE, completion_chunks(answers, builder, **options))
+        else:
+            await response.send_whole(JSON, *await completion(answers, builder, **options))
+
+
+async def handle_tokenize(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /tokenize`."""
+    service = state.server.service
+    prompt, with_names = await state.parse(parse_tokenize, body.take())
+    if not isinstance(prompt, str):
+        prompt = await _load_media(state, prompt, body.charge)
+    tokens = list(await service.tokenize(prompt))
+    names = None
+    if with_names:
+        names = await asyncio.to_thread(lambda: [service.tokenizer.token_name(token) for token in tokens])
+    await response.send_object(
+        TokenList(
+            count=len(tokens), max_model_len=service.info.max_model_len, tokens=tokens, token_strs=names
+        )
+    )
+
+
+async def handle_detokenize(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /detokenize`."""
+    tokens = await state.parse(parse_detokenize, body.take())
+    text = await _detokenize(state.server.service.tokenizer, tokens, "tokens")
+    await response.send_object(Detokenized(text))
+
+
+async def _detokenize(tokenizer: TextTokenizer, tokens: Sequence[int], param: str) -> str:
+    """The text of tokens, with the names of special ones. Raises: RequestError naming an unknown one."""
+
+    def decode() -> str:
+        for index, token in enumerate(tokens):
+            if not tokenizer.token_name(token):
+                raise invalid(f"{param}[{index}]", f"is {token}, which is not the id of a token")
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return await asyncio.to_thread(decode)
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
@@ -254,3 +324,12 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
                 await response.send_stream(audio.content_type, speech_parts(events, clip))
             else:
                 await response.send_stream(SSE, speech_events(events, clip))
+
+
+HANDLERS: dict[str, Handler] = {
+    "/v1/chat/completions": handle_chat,
+    "/v1/completions": handle_completion,
+    "/v1/audio/speech": handle_speech,
+    "/tokenize": handle_tokenize,
+    "/detokenize": handle_detokenize,
+}

@@ -13,6 +13,8 @@ from mingc.runtime.request import ServiceInfo
 from mingc.server.http.field_errors import invalid, shorten, validation_error
 from mingc.server.http.request_schemas import AllowedToolsChoice, ChatBody, NamedTool, ToolsBody
 
+_MAX_DEPTH = 100
+
 
 def parse_tools(body: ChatBody, info: ServiceInfo) -> ToolUse:
     """The tools of a chat body, and which of them the answer calls. Raises: RequestError."""
@@ -36,6 +38,8 @@ def parse_tools(body: ChatBody, info: ServiceInfo) -> ToolUse:
             choice = word
     if choice == "required" and not tools:
         raise invalid("tool_choice", "asks for a call, but 'tools' has no function")
+    if choice == "required" and body.ignore_eos:
+        raise invalid("ignore_eos", "contradicts 'tool_choice': an answer of calls ends with them")
     return ToolUse(
         tools=tools, choice=choice, allowed=allowed, is_parallel=body.parallel_tool_calls is not False
     )
@@ -46,6 +50,7 @@ def _tools(body: ChatBody) -> tuple[Tool, ...]:
         checked = msgspec.convert({"tools": body.tools or []}, ToolsBody)
     except msgspec.ValidationError as error:
         raise validation_error(str(error), ToolsBody) from error
+    _check_depth(body.tools, _MAX_DEPTH)
     names: set[str] = set()
     for index, tool in enumerate(checked.tools):
         param = f"tools[{index}].function"
@@ -60,6 +65,15 @@ def _tools(body: ChatBody) -> tuple[Tool, ...]:
                 f"{param}.parameters", f"must be a JSON schema of the type 'object', not {shorten(kind)}"
             )
     return tuple(tool_of(tool) for tool in body.tools or ())
+
+
+def _check_depth(value: object, left: int) -> None:
+    """Refuse what recursive code cannot handle later."""
+    if not left:
+        raise invalid("tools", f"is nested more than {_MAX_DEPTH} levels deep")
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        _check_depth(child, left - 1)
 
 
 def _names(chosen: Sequence[NamedTool], param: str, tools: Sequence[Tool]) -> tuple[str, ...]:
