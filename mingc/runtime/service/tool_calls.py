@@ -110,8 +110,8 @@ def tool_sampling(
     """What may be sampled of an answer with these tools.
 
     A call that must come is constrained from the first token, after a thought if the model may think; other calls are
-    constrained from their own first token, if a function is strict or not all may be called. `response_format` applies to
-    answers without calls; any other constraint of the request to the whole answer, so that it calls nothing.
+    constrained from their own first token, if a function is strict or not all may be called. `response_format` applies
+    to answers without calls; any other constraint of the request to the whole answer, so that it calls nothing.
     """
     tools = use.callable_tools
     if not tools:
