@@ -28,8 +28,13 @@ Json = dict[str, Any]
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, audio_patches=0, audio_seconds=0.0)
 DONE = Done(finish_reason="stop", usage=USAGE, timings_ms={})
-ANSWER = Answer()
-ANSWER.add(TextDelta(text="a"))
+
+
+def answer(done: Done) -> Answer:
+    made = Answer()
+    for event in (TextDelta(text="a"), done):
+        made.add(event)
+    return made
 
 
 def document(value: msgspec.Struct) -> Json:
@@ -50,7 +55,7 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
         builder.audio_end_chunk("a", is_first=False),
         builder.chunk(Delta(), "stop", {}),
         builder.usage_chunk(USAGE),
-        builder.completion([(ANSWER, DONE)], audio=None),
+        builder.completion([answer(DONE)], audio=None),
     ]
     assert {(each.id, each.model, each.created) for each in objects} == {("chatcmpl-1", "m", 1_700_000_000)}
 
@@ -127,12 +132,12 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
         **chunk({}), "object": "chat.completion", "usage": CHAT_USAGE, "timings_ms": {"done": 9.0},
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
     }  # fmt: skip
-    assert document(built.completion([(ANSWER, done)], audio=None)) == whole
+    assert document(built.completion([answer(done)], audio=None)) == whole
     audio = {"id": "audio-1", "data": "AAE=", "expires_at": 99, "transcript": "a"}
     whole["choices"] = [
         {"index": 0, "message": {**message, "audio": audio}, "logprobs": None, "finish_reason": "length"}
     ]
-    assert document(built.completion([(ANSWER, done)], audio="AAE=")) == whole
+    assert document(built.completion([answer(done)], audio="AAE=")) == whole
 
 
 def test_objects_of_speech() -> None:

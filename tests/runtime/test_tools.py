@@ -262,3 +262,19 @@ def test_one_call_without_parallel_calls(openai: OpenAI) -> None:
     arguments: Any = {"model": MODEL, "messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
     choice = openai.chat.completions.create(**arguments).choices[0]
     assert (choice.finish_reason, calls_of(choice.message)) == ("tool_calls", BOTH[:1])
+
+
+def test_every_answer_has_calls_of_its_own(openai: OpenAI) -> None:
+    choices = openai.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS, n=2).choices
+    assert [calls_of(choice.message) for choice in choices] == [BOTH, BOTH]
+    ids = {call.id for choice in choices for call in choice.message.tool_calls or ()}
+    assert len(ids) == 4
+
+
+def test_tokens_of_a_prompt_with_tools_can_be_counted(openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(model=MODEL, messages=HELLO, tools=TOOLS)
+    url = str(openai.base_url).removesuffix("v1/") + "tokenize"
+    counts = [
+        httpx.post(url, json={"messages": HELLO, "tools": tools}).json()["count"] for tools in (TOOLS, [])
+    ]
+    assert answer.usage is not None and counts[0] == answer.usage.prompt_tokens > counts[1] + 200

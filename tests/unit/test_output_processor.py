@@ -89,6 +89,7 @@ def make_processor(
     speech: FakeSpeechStream | None = None,
     prompt_tokens: int = 1,
     rules: SpeechText = "natural",
+    thinking: bool = False,
 ) -> ChatOutputProcessor:
     return ChatOutputProcessor(
         cast(Detokenizer, detokenizer),
@@ -98,18 +99,27 @@ def make_processor(
         spoken_text=SpokenText(50, rules) if speech else None,
         sample_rate=44100,
         timings=Timings(),
+        thinking=thinking,
     )
 
 
-def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
+@pytest.mark.parametrize("thinking", [False, True])
+def test_thoughts_are_not_in_the_speech_and_with_thinking_not_in_the_text(thinking: bool) -> None:
     words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
     speech_stream = FakeSpeechStream()
-    run = make_processor(Words(words), speech=speech_stream)
+    run = make_processor(Words(words), speech=speech_stream, thinking=thinking)
     events = []
     for index in range(len(words)):
         finish = "stop" if index == len(words) - 1 else None
         events += run.accept(TokenItem(token=index, finish=finish))
-    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(words)
+    kinds = {"text": "", "thought": ""}
+    for event in events:
+        if isinstance(event, TextDelta):
+            kinds[event.kind] += event.text
+    thought, text = "They greet me. I shall greet them.", "Good morning."
+    assert kinds == (
+        {"text": text, "thought": thought} if thinking else {"text": "".join(words), "thought": ""}
+    )
     assert "".join(speech_stream.texts).strip(" .") == "Good morning"
 
 

@@ -19,7 +19,6 @@ from mingc.runtime.request import (
     FinishReason,
     ServiceInfo,
     TextDelta,
-    TokenLogprobs,
     ToolCallDelta,
     ToolCallDone,
     ToolCallFailed,
@@ -349,27 +348,30 @@ class Answer:
 
     Attributes:
         calls: those that are complete.
-        logprobs: of its tokens, if they were requested.
+        done: the last event that was added.
     """
+
+    done: Done
 
     def __init__(self) -> None:
         self._content: list[str] = []
         self._text: list[str] = []
         self._thought: list[str] = []
         self.calls: list[ToolCallDone] = []
-        self.logprobs: list[tuple[int, TokenLogprobs]] = []
 
     def add(self, event: Event) -> None:
         match event:
+            case TextDelta(kind="thought"):
+                self._thought.append(event.text)
             case TextDelta():
-                self.logprobs += event.logprobs
-                parts = (self._thought,) if event.kind == "thought" else (self._content, self._text)
-                for each in parts:
-                    each.append(event.text)
+                self._content.append(event.text)
+                self._text.append(event.text)
             case ToolCallDone():
                 self.calls.append(event)
             case ToolCallFailed():
                 self._content.append(event.text)
+            case Done():
+                self.done = event
 
     @property
     def content(self) -> str | None:
@@ -384,6 +386,11 @@ class Answer:
     @property
     def thought(self) -> str:
         return "".join(self._thought)
+
+    @property
+    def has_only_calls(self) -> bool:
+        """Whether it calls tools and says nothing: then it has no clip."""
+        return bool(self.calls) and not self.done.usage.audio_patches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -401,14 +408,14 @@ class ChatResponseBuilder:
 
     def completion(
         self,
-        answers: Sequence[tuple[Answer, Done]],
+        answers: Sequence[Answer],
         *,
         audio: str | None,
         logprobs: Sequence[ChatLogprobs] | None = None,
     ) -> ChatCompletion:
         """Make the complete answers. `audio`: base64 of the clip of a single one."""
         choices = []
-        for index, (answer, done) in enumerate(answers):
+        for index, answer in enumerate(answers):
             calls = [
                 AnswerCall(id=_call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
                 for call in answer.calls
@@ -425,9 +432,9 @@ class ChatResponseBuilder:
                 )
             found = None if logprobs is None else logprobs[index]
             choices.append(
-                Choice(index=index, message=message, logprobs=found, finish_reason=done.finish_reason)
+                Choice(index=index, message=message, logprobs=found, finish_reason=answer.done.finish_reason)
             )
-        dones = [done for _, done in answers]
+        dones = [answer.done for answer in answers]
         return ChatCompletion(
             id=self.request_id,
             created=self.created,

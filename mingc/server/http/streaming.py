@@ -21,6 +21,7 @@ from mingc.runtime.request import (
     Done,
     Event,
     TextDelta,
+    TokenLogprobs,
     ToolCallDelta,
     ToolCallFailed,
     Usage,
@@ -122,16 +123,14 @@ async def chat_completion(
 
     `clip` is None if no speech was requested, `tokenizer` if no log probabilities were.
     """
-    found = await _collect(answers, clip, num_answers)
-    if _has_only_calls(*found[0]):
+    found, logprobs = await _collect(answers, clip, num_answers)
+    if found[0].has_only_calls:
         clip = None
     mark = secrets.token_hex(16)  # the text of an answer cannot contain it
     completion = builder.completion(
         found,
         audio=None if clip is None else mark,
-        logprobs=None
-        if tokenizer is None
-        else [chat_logprobs(answer.logprobs, tokenizer) for answer, _ in found],
+        logprobs=None if tokenizer is None else [chat_logprobs(each, tokenizer) for each in logprobs],
     )
     before, _, after = msgspec.json.encode(completion).partition(mark.encode())
     num_bytes = len(before) + len(after)
@@ -201,7 +200,7 @@ class _ChatStream:
             case ToolCallFailed():
                 yield builder.chunk(Delta(content=event.text))
             case AudioDelta() | Done():
-                if isinstance(event, Done) and _has_only_calls(self._answer, event):
+                if isinstance(event, Done) and self._answer.has_only_calls:
                     self._encoder = None
                 if self._encoder is not None:
                     async for data in self._encoder.encode(event):
@@ -224,11 +223,6 @@ class _ChatStream:
         return self._builder.chunk(delta, logprobs=logprobs)
 
 
-def _has_only_calls(answer: Answer, done: Done) -> bool:
-    """Whether an answer calls tools and says nothing: then it needs no clip."""
-    return bool(answer.calls) and not done.usage.audio_patches
-
-
 async def completion(
     answers: Answers,
     builder: CompletionResponseBuilder,
@@ -238,16 +232,16 @@ async def completion(
     tokenizer: TextTokenizer | None,
 ) -> Whole:
     """Encode one `text_completion` object. `tokenizer`: see `chat_completion`."""
-    found = await _collect(answers, None, num_answers)
+    found, logprobs = await _collect(answers, None, num_answers)
     choices = []
-    for index, (answer, done) in enumerate(found):
+    for index, answer in enumerate(found):
         choice = CompletionChoice(
-            index=index, text=shown_prompt + answer.text, finish_reason=done.finish_reason
+            index=index, text=shown_prompt + answer.text, finish_reason=answer.done.finish_reason
         )
         if tokenizer is not None:
-            choice.logprobs = CompletionLogprobsWriter(tokenizer, len(shown_prompt)).write(answer.logprobs)
+            choice.logprobs = CompletionLogprobsWriter(tokenizer, len(shown_prompt)).write(logprobs[index])
         choices.append(choice)
-    return _whole(builder.completion(choices, [done for _, done in found]))
+    return _whole(builder.completion(choices, [answer.done for answer in found]))
 
 
 async def completion_chunks(
@@ -351,14 +345,16 @@ async def _until_done(events: AsyncIterator[_Each], num_answers: int = 1) -> Asy
     raise WorkerError("The model stopped before its answer was complete.", code="unfinished")
 
 
-async def _collect(answers: Answers, clip: KeptClip | None, num_answers: int) -> list[tuple[Answer, Done]]:
-    """Add the speech to `clip`. Returns the rest of each answer, and its end."""
+async def _collect(
+    answers: Answers, clip: KeptClip | None, num_answers: int
+) -> tuple[list[Answer], list[list[tuple[int, TokenLogprobs]]]]:
+    """Add the speech to `clip`. Returns the rest of each answer, and the log probabilities of its tokens."""
     found = [Answer() for _ in range(num_answers)]
-    dones: dict[int, Done] = {}
+    logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in range(num_answers)]
     async for index, event in _until_done(answers, num_answers):
         found[index].add(event)
-        if isinstance(event, AudioDelta) and clip is not None:
+        if isinstance(event, TextDelta):
+            logprobs[index] += event.logprobs
+        elif isinstance(event, AudioDelta) and clip is not None:
             await clip.add(event.samples)
-        elif isinstance(event, Done):
-            dones[index] = event
-    return [(answer, dones[index]) for index, answer in enumerate(found)]
+    return found, logprobs
