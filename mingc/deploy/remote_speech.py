@@ -155,11 +155,14 @@ class RemoteSpeechService:
             nonlocal end
             async with aclosing(text):  # type: ignore[type-var]  # services' iterators are generators
                 async for event in text:
-                    if isinstance(event, TextDelta) and event.kind == "text":
-                        segments.add(spoken.push(event.text))
-                    elif isinstance(event, TextDone):
-                        segments.add(spoken.finish())
-                        segments.end()
+                    match event:
+                        case TextDelta(kind="text"):
+                            segments.add(spoken.push(event.text))
+                        case TextDelta(kind="call"):
+                            segments.add(spoken.finish())  # it is spoken while the call is written
+                        case TextDone():
+                            segments.add(spoken.finish())
+                            segments.end()
                     if isinstance(event, Done):
                         end = event
                     else:

@@ -53,7 +53,7 @@ class SpokenText:
         return self._segmenter.push(self._thoughts.push(delta)[1])
 
     def finish(self) -> Iterator[str]:
-        """The remaining pieces, at the end of the answer."""
+        """The remaining pieces, at the end of the answer or where something else than text stands."""
         yield from self._segmenter.push(self._thoughts.flush()[1])
         yield from self._segmenter.flush()
 

@@ -251,6 +251,20 @@ def test_calls_and_told_thoughts_pass_and_are_not_spoken(text: str) -> None:
     assert pickle.loads(pickle.dumps(CALLED)) == CALLED, "Ray passes events on like this"
 
 
+def test_what_is_said_before_a_call_is_spoken_while_the_call_is_written() -> None:
+    async def run() -> None:
+        goes_on, speech_side = asyncio.Event(), FakeSpeech()
+        text = TextService(["One moment", TextDelta(text="", token=5, kind="call"), goes_on])
+        events = service(text, speech_side).chat(chat(SpeechParams(seed=1)))
+        found = [await anext(events), await anext(events), await anext(events)]
+        assert isinstance(found[-1], AudioDelta) and speech_side.calls[0].text.startswith("One moment")
+        goes_on.set()
+        async for _ in events:
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 def test_a_long_segment_is_spoken_in_pieces_that_the_deployment_can_speak() -> None:
     text = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen."
     whole, pieces = FakeSpeech(), FakeSpeech()

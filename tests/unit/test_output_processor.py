@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
+from mingc.prompts.tools import ToolUse, find_tool_tokens, tool_of
 from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.request import (
     AudioDelta,
@@ -37,6 +38,7 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
+from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
@@ -89,7 +91,7 @@ def make_processor(
     speech: FakeSpeechStream | None = None,
     prompt_tokens: int = 1,
     rules: SpeechText = "natural",
-    thinking: bool = False,
+    **more: Any,
 ) -> ChatOutputProcessor:
     return ChatOutputProcessor(
         cast(Detokenizer, detokenizer),
@@ -99,7 +101,7 @@ def make_processor(
         spoken_text=SpokenText(50, rules) if speech else None,
         sample_rate=44100,
         timings=Timings(),
-        thinking=thinking,
+        **more,
     )
 
 
@@ -121,6 +123,28 @@ def test_thoughts_are_not_in_the_speech_and_with_thinking_not_in_the_text(thinki
         {"text": text, "thought": thought} if thinking else {"text": "".join(words), "thought": ""}
     )
     assert "".join(speech_stream.texts).strip(" .") == "Good morning"
+
+
+def test_what_is_said_before_a_call_is_spoken_while_the_call_is_written() -> None:
+    tokens = find_tool_tokens(tokenizer())
+    assert tokens is not None
+    speech_stream, detokenizer = FakeSpeechStream(), Detokenizer(tokenizer())
+    calls = CallParser(tokens, ToolUse(tools=(tool_of(TOOL),)), detokenizer)
+    run = make_processor(detokenizer, speech=speech_stream, calls=calls)
+
+    def write(*ids: int) -> str:
+        for token in ids:
+            run.accept(TokenItem(token=token, finish=None))
+        return " ".join(text.strip(" .") for text in speech_stream.texts)
+
+    assert write(*encode("One moment")) == ""
+    assert write(tokens.call_start, *encode('{"name": "f", ')) == "One moment"
+    assert write(*encode('"arguments": {"text": "Say it. Now. At once."}}'), tokens.call_end) == "One moment"
+    run.accept(TokenItem(token=encode("\nWait")[-1], finish="stop"))
+    assert len(speech_stream.texts) == 2
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def answer(

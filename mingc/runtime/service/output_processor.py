@@ -253,8 +253,6 @@ class ChatOutputProcessor:
             finish = "stop" if is_stopped else item.finish or "stop"
             has_calls = self._calls is not None and self._calls.is_successful
             self._finish = "tool_calls" if finish == "stop" and has_calls else finish
-            if self._spoken_text is not None:
-                self._speak(self._spoken_text.finish())
             self._timings.mark("text_done")
             events.append(TextDone(finish_reason=self._finish))
         return events
@@ -317,6 +315,8 @@ class ChatOutputProcessor:
                 text += self._space.flush()
         if self._spoken_text is not None:
             self._speak(self._spoken_text.push(text))
+            if ends_text:  # what is said before a call is spoken while the call is written
+                self._speak(self._spoken_text.finish())
         events: list[Event] = []
         is_thinking = self._thoughts is not None and self._thoughts.is_thinking and not is_call
         if thought or (token is not None and is_thinking and not text):
