@@ -8,7 +8,21 @@ from typing import Any
 Schema = dict[str, Any]
 
 # Texts that a schema may name, some of which look like tokens, tags or JSON.
-TEXTS = ("x", "", "two words", "über", "日本", "🐱", '"q"', "\\", "a\nb", "<tool_call>", "<|role_end|>", "</think>", "null")
+TEXTS = (
+    "x",
+    "",
+    "two words",
+    "über",
+    "日本",
+    "🐱",
+    '"q"',
+    "\\",
+    "a\nb",
+    "<tool_call>",
+    "<|role_end|>",
+    "</think>",
+    "null",
+)
 NAMES = ("a", "name", "größe", "is it?", "<tool_call>", "c'd\"e", "日", "$ref", "type")
 PATTERNS = ("^[a-c]{1,3}$", "[0-9]-", "^(yes|no)$", "^\\d{2}:\\d{2}$", "x$", "^[^a-z]{2}$")
 FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "ipv6", "email", "hostname", "uri", "duration")
@@ -52,7 +66,12 @@ class _Generator:
 
     def simple(self, depth: int) -> Schema:
         return self.rng.choice(
-            [{"type": "boolean"}, {"type": "null"}, {"type": ["null", "boolean"]}, {"type": ["boolean", "integer"]}]
+            [
+                {"type": "boolean"},
+                {"type": "null"},
+                {"type": ["null", "boolean"]},
+                {"type": ["boolean", "integer"]},
+            ]
         )
 
     def integer(self, depth: int) -> Schema:
@@ -135,7 +154,10 @@ class _Generator:
         if self.maybe(0.4):
             node: Schema = {
                 "type": "object",
-                "properties": {"v": self.schema(0), "next": {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{name}"}]}},
+                "properties": {
+                    "v": self.schema(0),
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": f"#/$defs/{name}"}]},
+                },
                 "required": ["v", "next"],
                 "additionalProperties": False,
             }

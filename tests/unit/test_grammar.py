@@ -34,7 +34,11 @@ HOSTILE = {
     "stars": ("regex", "(a*)*" * 10000, "more than"),
     "length": ("regex", "a" * 70000, "the limit is 65536"),
     "references": ("json", {"allOf": [{"$ref": "#"}]}, "allows no answer"),
-    "product": ("json", {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]}, "too large"),
+    "product": (
+        "json",
+        {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]},
+        "too large",
+    ),
     "rules": ("grammar", "start: a\na: a", "allows no answer"),
     "nothing": ("grammar", "start: A\nA: /a/ & /b/", "allows no answer"),
 }
@@ -134,7 +138,9 @@ def test_answers_match_random_schemas(compiler: GrammarCompiler) -> None:
         if (tokens := draw(matcher, seed)) is not None:
             finished += 1
             checker = Draft202012Validator.FORMAT_CHECKER
-            Draft202012Validator(schema, format_checker=checker).validate(json.loads(TOKENIZER.decode(tokens)))
+            Draft202012Validator(schema, format_checker=checker).validate(
+                json.loads(TOKENIZER.decode(tokens))
+            )
     assert finished > 45
 
 
@@ -145,7 +151,9 @@ def test_json_has_no_free_white_space(compiler: GrammarCompiler) -> None:
 
 @pytest.mark.parametrize("kind", ["json", "regex", "grammar"])
 def test_a_thought_may_come_first(compiler: GrammarCompiler, kind: str) -> None:
-    text = {"json": {"const": {"a": 1}}, "regex": r'\{"a": 1\}', "grammar": 'start: x\nx: "{\\"a\\": 1}"'}[kind]
+    text = {"json": {"const": {"a": 1}}, "regex": r'\{"a": 1\}', "grammar": 'start: x\nx: "{\\"a\\": 1}"'}[
+        kind
+    ]
     for begin in ("", "<think></think>", "<think>\nWhy {1}?</thin> <tool_call>\n</think>\n\n"):
         [matcher] = compiler.compile(constraint(kind, text, thinking=True))
         feed(matcher, TOKENIZER.encode_plain(f'{begin}{{"a": 1}}'))

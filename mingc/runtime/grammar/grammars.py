@@ -66,4 +66,3 @@ def _schema(constraint: Constraint) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise unsupported(constraint, "is not a JSON schema, which is an object")
     return {**schema, "x-guidance": JSON_FORMAT}
-

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mingc.prompts.tokenizer import TextTokenizer
@@ -40,9 +39,7 @@ class Vocabulary:
     @classmethod
     def from_json(cls, text: str) -> Vocabulary:
         tokens, special, stop = json.loads(text)
-        return cls(
-            tokens=[token.encode("latin-1") for token in tokens], special_ids=special, stop_ids=stop
-        )
+        return cls(tokens=[token.encode("latin-1") for token in tokens], special_ids=special, stop_ids=stop)
 
 
 class Grammars:

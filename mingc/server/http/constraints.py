@@ -7,7 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from mingc.errors import RequestError
 from mingc.runtime.request import Constraint
 from mingc.server.http.field_errors import invalid, missing
 from mingc.server.http.request_schemas import (
