@@ -18,7 +18,14 @@ from openai.types.chat import completion_create_params
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, Part, TextPart, ThoughtPart, ToolCall, VideoParams
-from mingc.runtime.request import ChatRequest, CompletionRequest, SamplingParams, ServiceInfo, SpeechParams
+from mingc.runtime.request import (
+    ChatRequest,
+    CompletionRequest,
+    Constraint,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+)
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA, LongString
@@ -369,6 +376,14 @@ def test_numbers_are_accepted_up_to_both_ends_of_their_range(
         assert (caught.value.param, caught.value.code) == (field, "invalid_value")
 
 
+def schema_format(**fields: Any) -> dict[str, Any]:
+    schema = {"name": "n", "schema": {"b": 1, "a": 2.5}, **fields}
+    return {
+        "type": "json_schema",
+        "json_schema": {key: value for key, value in schema.items() if value is not None},
+    }
+
+
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Missing"),
     ({"messages": []}, "messages", "empty"),
@@ -458,7 +473,6 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradicts"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
-    ({"guided_json": {"type": "object"}}, "guided_json", "not constrained"),
     ({"echo": True}, "echo", "repeat"),
     ({"best_of": 2}, "best_of", "use 'n'"),
     ({"top_logprobs": 3}, "top_logprobs", "only allowed with 'logprobs': true"),
@@ -475,7 +489,19 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2, **spoken()}, "n", "only one answer is spoken"),
     ({"n": 129}, "n", "between 1 and 128"),
     ({"n": True}, "n", "an integer"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object', 'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
+    ({"response_format": schema_format(schema=None)}, "response_format.json_schema.schema", "Missing"),
+    ({"response_format": schema_format(schema=[])}, "response_format.json_schema.schema", "an object"),
+    ({"response_format": schema_format(name=None)}, "response_format.json_schema.name", "Missing"),
+    ({"response_format": schema_format(name="n" * 65)}, "response_format.json_schema.name", "64"),
+    ({"response_format": schema_format(shema={})}, "response_format.json_schema.shema", "'schema'"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "a string"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "Unknown"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "send one"),
+    ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "beside 'response_format'"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts 'guided_regex'"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2.0 and 2.0"),
     ({"presence_penalty": -2.5}, "presence_penalty", "between -2.0 and 2.0"),
     ({"image_generation": {"size": "1024x1024"}}, "image_generation", "not generated"),
@@ -762,6 +788,31 @@ def test_any_json_is_parsed_or_refused(body: object) -> None:
             assert isinstance(call, ParsedText | ParsedSpeech | tuple)
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}, "guided_json": None}, None),
+        ({"response_format": {"type": "json_object"}}, ("json", '{"type":"object"}', "response_format")),
+        ({"response_format": schema_format(strict=True)}, ("json", '{"b":1,"a":2.5}', "response_format")),
+        ({"structured_outputs": {"json": " {} "}}, ("json", " {} ", "structured_outputs.json")),
+        ({"structured_outputs": {"json": False}}, ("json", "false", "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a*"}}, ("regex", "a*", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["é"]}}, ("choice", '["é"]', "structured_outputs.choice")),
+        ({"guided_grammar": 'start: "a"'}, ("grammar", 'start: "a"', "guided_grammar")),
+        ({"guided_json": {"type": "null"}}, ("json", '{"type":"null"}', "guided_json")),
+    ],
+)
+def test_constraints(fields: dict[str, Any], expected: tuple[str, str, str] | None) -> None:
+    for thinking in (False, True):
+        found = chat(**fields, thinking=thinking).sampling.constraint
+        assert found == (
+            None
+            if expected is None
+            else Constraint(kind=expected[0], text=expected[1], param=expected[2], thinking=thinking)
+        )
+
+
 # What other APIs' fields may say because it requests nothing, and one value that asks for something.
 REFUSED: dict[str, tuple[list[Any], Any]] = {
     "best_of": ([1], 2),
@@ -771,12 +822,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "allowed_token_ids": ([], []),
     "bad_words": ([[]], ["a"]),
     "logits_processors": ([[]], ["a"]),
-    "response_format": ([{"type": "text"}], {"type": "json_object"}),
-    "structured_outputs": ([{}], {"json": {}}),
-    "guided_json": ([], {}),
-    "guided_regex": ([], "a*"),
-    "guided_choice": ([], []),
-    "guided_grammar": ([], "a"),
     "length_penalty": ([1, 1.0], 0.9),
     "use_beam_search": ([False], True),
     "prediction": ([], {}),
@@ -838,6 +883,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
         "mm_processor_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
         "n", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias",
+        "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 

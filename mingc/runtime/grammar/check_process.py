@@ -1,9 +1,8 @@
 """Process that compiles clients' grammars before the server does, with limits that the kernel enforces.
 
 `python -m mingc.runtime.grammar.check_process` starts it. Some schemas of a hundred characters keep the compiler busy
-for ever, or take all memory; nothing can end a thread that compiles one. The process reads its vocabulary and then a
-grammar a line from its standard input, and writes what is wrong with each, at first "" when it is ready. It ends when its input
-does.
+for ever, or take all memory; nothing can end a thread that compiles one. The process reads lines of JSON, first its
+vocabulary and then grammars, and answers each with a line: what is wrong with it. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -33,12 +32,17 @@ def main() -> None:
         data_bytes = int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + MAX_BYTES, data_bytes + MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(json.dumps(""), flush=True)
+    _reply("")
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process
         error = grammars.first_mask_error(json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(error), flush=True)
+        _reply(error)
+
+
+def _reply(error: str) -> None:
+    sys.stdout.write(json.dumps(error) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

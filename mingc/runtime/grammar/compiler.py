@@ -77,6 +77,8 @@ class GrammarCompiler:
 
     def _check(self, grammar: str) -> str:
         """What the process finds wrong with a grammar; "" for nothing."""
+        if self._is_closed:
+            raise CapacityError("the server is stopping", code="stopping")
         if self._process is None:
             self._process = self._start()
             if self._ask(self._process, self._vocabulary) is None:
@@ -86,6 +88,8 @@ class GrammarCompiler:
         if found is not None:
             return found
         code = self._end()
+        if self._is_closed:
+            raise CapacityError("the server is stopping", code="stopping")
         if code == -signal.SIGPROF:
             return f"compiling it takes more than {CPU_SECONDS:g} s"
         if code in (-signal.SIGKILL, 0):
@@ -103,8 +107,6 @@ class GrammarCompiler:
 
     def _ask(self, process: subprocess.Popen[str], line: str) -> str | None:
         """Send a line. Returns the reply; None when the process has ended."""
-        if self._is_closed:
-            raise CapacityError("the server is stopping", code="stopping")
         assert process.stdin is not None and process.stdout is not None, "it has pipes"
         watch = threading.Timer(_PATIENCE_S, process.kill)
         watch.start()

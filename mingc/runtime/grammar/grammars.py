@@ -32,7 +32,7 @@ def grammar_text(constraint: Constraint) -> str:
         case "json":
             body = {"json_schema": _schema(constraint)}
         case "regex":
-            body = {"lark_grammar": f"start: /{regex_to_lark(constraint.text, '')}/"}
+            body = {"lark_grammar": f"start: /{regex_to_lark(constraint.text, 'd')}/"}
         case "choice":
             choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(constraint.text))
             body = {"lark_grammar": f"start: {choices}"}

@@ -65,4 +65,5 @@ class GrammarMatcher:
 
 def brief(error: str) -> str:
     """An error of llguidance, in which `get_error` marks that it left out the details."""
-    return " ".join(error.replace("<non-verbose/>", "").split())[:500]
+    plain = " ".join(error.replace("<non-verbose/>", "").split())[:500]
+    return "it allows no answer" if plain == "NoExtensionBias" else plain
