@@ -16,7 +16,13 @@ from mingc.server.app import create_app
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http import response_schemas
 from mingc.server.http.openapi import openapi_document
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.request_schemas import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    SPEECH_BODY,
+    TOKENIZE_BODY,
+)
 from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
@@ -50,6 +56,15 @@ def test_operations_of_the_document() -> None:
     both = ("200", "503")
     expected = {
         CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
+        "/v1/completions": (
+            "CompletionBody",
+            True,
+            {"application/json": "TextCompletion", "text/event-stream": None},
+            errors,
+        ),
+        "/tokenize": ("TokenizeBody", True, {"application/json": "TokenList"}, errors),
+        "/detokenize": ("DetokenizeBody", True, {"application/json": "Detokenized"}, errors),
+        "/version": (None, True, {"application/json": "Version"}, lists),
         "/v1/audio/speech": ("SpeechBody", True, audio, errors),
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
@@ -90,7 +105,7 @@ def test_operations_of_the_document() -> None:
 
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
-    for body in (CHAT_BODY, SPEECH_BODY):
+    for body in (CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY):
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -103,8 +118,16 @@ def test_responses_are_those_of_the_document(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         spoken = {**body, "modalities": ["text", "audio"]}
+        probable: dict[str, Any] = {**body, "logprobs": True, "top_logprobs": 2, "n": 2}
+        continued = {"prompt": "a", "logprobs": 2, "n": 2}
         for response, type_ in (
             (http.post(CHAT, json=body), response_schemas.ChatCompletion),
+            (http.post(CHAT, json=probable), response_schemas.ChatCompletion),
+            (http.post("/v1/completions", json=continued), response_schemas.TextCompletion),
+            (http.post("/tokenize", json={**body, "return_token_strs": True}), response_schemas.TokenList),
+            (http.post("/detokenize", json={"tokens": [70]}), response_schemas.Detokenized),
+            (http.post("/detokenize", json={"tokens": [70, 5000]}), ErrorResponse),
+            (http.get("/version"), response_schemas.Version),
             (http.post(CHAT, json=spoken), response_schemas.ChatCompletion),
             (http.post(CHAT, json={}), ErrorResponse),
             (http.get("/v1/models"), response_schemas.ModelList),
@@ -129,4 +152,4 @@ def test_generated_requests_get_no_server_error(url: str) -> None:
     """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
     report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
     assert not report.faults, report.faults[0]
-    assert report.requests >= 20 and len(report.statuses) == 8  # `/openapi.json` itself is skipped
+    assert report.requests >= 20 and len(report.statuses) == 12  # `/openapi.json` itself is skipped
