@@ -9,6 +9,9 @@ import httpx
 import msgspec
 import pytest
 from fake_service import SPEECH_ONLY, FakeService
+from openai.types import completion_create_params as completion_params
+from openai.types.audio import speech_create_params
+from openai.types.chat import completion_create_params as chat_params
 from openapi_fuzz import fuzz
 from server_thread import run_server
 
@@ -112,6 +115,54 @@ def test_every_field_is_in_the_document() -> None:
     assert schemas["ChatBody"]["properties"]["temperature"]["anyOf"][0] == {
         "type": "number", "minimum": 0.0, "maximum": 2.0,
     }  # fmt: skip
+
+
+# Fields of requests, from the sources of the servers (vLLM 0.2x `entrypoints/openai/*/protocol.py`, SGLang
+# `srt/entrypoints/openai/protocol.py`, both of late 2026).
+_OF_BOTH = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options
+    temperature top_p user top_k min_p min_tokens repetition_penalty stop_token_ids ignore_eos skip_special_tokens
+    session_id response_format cache_salt priority"""
+_OF_VLLM = """use_beam_search watermarking length_penalty include_stop_str_in_output spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs logprob_token_ids bad_words
+    add_special_tokens structured_outputs request_id return_tokens_as_token_ids return_token_ids
+    routed_experts_prompt_start return_token_offsets return_mm_kwargs kv_transfer_params ec_transfer_params vllm_xargs
+    repetition_detection thinking_token_budget stream_interval"""
+_OF_SGLANG = """return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
+    return_token_ids ebnf regex stop_regex no_stop_trim lora_path session_params custom_params custom_logit_processor
+    images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank
+    rid extra_key ngram_corpus_id"""
+_CHATS = "messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort parallel_tool_calls"
+OTHER_APIS = {
+    "vLLM": {
+        CHAT: f"""{_OF_BOTH} {_OF_VLLM} {_CHATS} include_reasoning echo add_generation_prompt continue_final_message
+            documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text""",
+        "/v1/completions": f"{_OF_BOTH} {_OF_VLLM} prompt echo suffix prompt_embeds",
+        "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt
+            continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
+        "/detokenize": "model tokens",
+    },
+    "SGLang": {
+        CHAT: f"""{_OF_BOTH} {_OF_SGLANG} {_CHATS} return_prompt_token_ids return_meta_info task
+            continue_final_message separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch
+            min_dynamic_patch use_audio_in_video input_ids""",
+        "/v1/completions": f"{_OF_BOTH} {_OF_SGLANG} prompt best_of echo suffix json_schema custom_labels",
+    },
+    "OpenAI": {
+        CHAT: " ".join(chat_params.CompletionCreateParamsBase.__annotations__),
+        "/v1/completions": " ".join(completion_params.CompletionCreateParamsBase.__annotations__),
+        "/v1/audio/speech": " ".join(speech_create_params.SpeechCreateParams.__annotations__),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "path"), [(api, path) for api, paths in OTHER_APIS.items() for path in paths]
+)
+def test_every_field_of_another_api_is_accepted_refused_by_name_or_ignored(api: str, path: str) -> None:
+    document = msgspec.json.decode(openapi_document())
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    assert set(OTHER_APIS[api][path].split()) <= set(fields)
 
 
 def test_responses_are_those_of_the_document(url: str) -> None:
