@@ -17,7 +17,7 @@ from mingc.server.app import create_app
 from mingc.server.key_limits import KeyLimits
 from mingc.server.options import ServeOptions
 
-CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
+CHAT, COMPLETION, SPEECH = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech"
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:
@@ -51,6 +51,22 @@ CASES = {
         chat("endless", max_tokens=60),
         chat("Hello, hello, hello, hello, hello, hello", max_tokens=30),
         chat("Hello, hello, hello, hello, hello, hello", max_tokens=29),
+    ),
+    "several answers": (
+        {"key_max_tokens": 100},
+        "--key-max-tokens",
+        CHAT,
+        chat("endless", max_tokens=20, n=3),
+        chat("Hello, hello, hello, hello, hello, hello", max_tokens=10, n=3),
+        chat("Hello, hello, hello, hello, hello, hello", max_tokens=29, n=1),
+    ),
+    "completions": (
+        {"key_max_tokens": 100},
+        "--key-max-tokens",
+        COMPLETION,
+        {"prompt": "endless", "max_tokens": 60, "stream": True},
+        {"prompt": [70] * 20, "max_tokens": 10, "n": 2},
+        {"prompt": [70] * 19, "max_tokens": 10, "n": 2},
     ),
     "speech": (
         {"key_max_audio_seconds": 9},

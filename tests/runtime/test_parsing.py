@@ -843,7 +843,38 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "documents": ([[]], [{}]),
     "return_token_ids": ([False], True),
     "return_tokens_as_token_ids": ([False], True),
-}
+    "include_reasoning": ([True], False),
+    "separate_reasoning": ([True], False),
+    "stream_reasoning": ([True], False),
+    "media_io_kwargs": ([{}], {"video": {}}),
+    "use_audio_in_video": ([False], True),
+    "no_stop_trim": ([False], True),
+    "watermarking": ([False], True),
+    "return_mm_kwargs": ([True, False], 0),
+    "session_params": ([{}], {"id": "a"}),
+    "vllm_xargs": ([{}], {"a": 1}),
+    "stream_interval": ([1], 2),
+    "thinking_token_budget": ([-1], 100),
+    "routed_experts_prompt_start": ([0], 1),
+    "routed_experts_start_len": ([0], 1),
+    **{
+        name: ([False], True)
+        for name in (
+            "return_cached_tokens_details", "return_hidden_states", "return_meta_info", "return_prompt_text",
+            "return_prompt_token_ids", "return_routed_experts", "return_token_offsets",
+        )
+    },
+    **{
+        name: ([], "a")
+        for name in (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "custom_logit_processor",
+            "custom_params", "data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "ec_transfer_params", "extra_key",
+            "images_config", "input_ids", "kv_transfer_params", "logprob_token_ids", "lora_path", "max_dynamic_patch",
+            "min_dynamic_patch", "ngram_corpus_id", "regex", "repetition_detection", "routed_dp_rank", "stop_regex",
+            "task", "truncation_side",
+        )
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -864,7 +895,7 @@ def test_a_field_of_another_api_passes_only_with_a_value_that_requests_nothing(n
 
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention", "custom_labels", "rid", "session_id",
 )  # fmt: skip
 
 

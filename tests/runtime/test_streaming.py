@@ -10,19 +10,31 @@ import json
 import os
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from math import inf
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 import soundfile
+from fake_service import FakeService
 from numpy.typing import NDArray
 from starlette.types import Message
 
 from mingc.errors import CapacityError, WorkerError
-from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, TextDone, Usage
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    ServiceLoad,
+    TextDelta,
+    TextDone,
+    TokenLogprobs,
+    Usage,
+)
 from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.logprobs import CompletionLogprobsWriter
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
     JSON,
@@ -355,3 +367,24 @@ def test_a_full_disk_is_an_error_of_the_request(
     with pytest.raises(CapacityError, match="no space"):
         asyncio.run(run())
     assert os.strerror(errno.ENOSPC) in caplog.text
+
+
+def test_half_characters_of_a_completion_are_named_by_their_bytes() -> None:
+    """They differ, where the text has one replacement character for each; offsets count characters of the text."""
+    tokenizer = FakeService().tokenizer
+    ids = tokenizer.encode_plain("a😀b")
+    entries = [(each, TokenLogprobs(logprob=-inf, top=((ids[0], -0.5),))) for each in ids]
+    whole = CompletionLogprobsWriter(tokenizer, 7).write(
+        [*entries, (tokenizer.token_id("<role>"), entries[0][1])]
+    )
+    assert whole.tokens == ["a", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", "b", "<role>"]
+    assert whole.text_offset == [7, 8, 8, 8, 8, 9, 10]
+    assert whole.token_logprobs == [-9999.0] * 7, "JSON has no infinity"
+    assert whole.top_logprobs[0] == {"a": -0.5} and whole.top_logprobs[1] == {
+        "bytes:\\xf0": -9999.0,
+        "a": -0.5,
+    }
+    writer = CompletionLogprobsWriter(tokenizer, 7)
+    assert [writer.write([entry]).text_offset for entry in entries] == [
+        [each] for each in whole.text_offset[:-1]
+    ]

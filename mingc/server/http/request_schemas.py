@@ -442,6 +442,41 @@ _SAMPLING_REFUSED: Refused = {
     "return_token_ids": ("token ids are not returned", (False,)),
     "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
 }
+_SERVING_REFUSED: Refused = {
+    **dict.fromkeys(("cache_salt", "extra_key"), ("all requests share the prefix cache", ())),
+    **dict.fromkeys(
+        (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank",
+            "ec_transfer_params", "kv_transfer_params", "routed_dp_rank",
+        ),
+        ("one replica answers the whole request, and what is before it chooses which", ()),
+    ),
+    **dict.fromkeys(
+        (
+            "return_cached_tokens_details", "return_hidden_states", "return_routed_experts", "return_token_offsets",
+        ),
+        ("an answer has no such part", (False,)),
+    ),
+    **dict.fromkeys(
+        ("routed_experts_prompt_start", "routed_experts_start_len"), ("an answer has no such part", (0,))
+    ),
+    **dict.fromkeys(("ebnf", "regex"), ("use 'structured_outputs'", ())),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), ("use 'logit_bias'", ())),
+    "images_config": ("images are not generated", ()),
+    "logprob_token_ids": ("the likeliest tokens are returned; use 'top_logprobs' or 'logprobs'", ()),
+    "lora_path": ("there are no adapters", ()),
+    "ngram_corpus_id": ("tokens are not guessed ahead", ()),
+    "no_stop_trim": ("an answer ends before its stop string", (False,)),
+    "repetition_detection": ("use 'repetition_penalty'", ()),
+    "return_mm_kwargs": ("an answer has no such part", (False, True)),
+    "session_params": ("every request has its whole prompt", ({},)),
+    "stop_regex": ("use 'stop'", ()),
+    "stream_interval": ("every token is sent at once", (1,)),
+    "thinking_token_budget": ("use 'max_tokens'", (-1,)),
+    "truncation_side": ("a prompt that is too long is refused, not cut", ()),
+    "vllm_xargs": ("there are no further parameters", ({},)),
+    "watermarking": ("answers have no watermark", (False,)),
+}  # fmt: skip
 CHAT_REFUSED: Refused = {
     "functions": ("use 'tools'", ([],)),
     "function_call": ("use 'tool_choice'", ("none", "auto")),
@@ -459,6 +494,17 @@ CHAT_REFUSED: Refused = {
     "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
     "chat_template": ("the artifact's own template is used", ()),
     "documents": ("put the text into a message", ([],)),
+    "include_reasoning": ("thoughts are returned", (True,)),
+    "input_ids": ("use /v1/completions", ()),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), ("use 'image_max_pixels'", ())),
+    "media_io_kwargs": ("use the fields of images and videos", ({},)),
+    **dict.fromkeys(
+        ("return_meta_info", "return_prompt_text", "return_prompt_token_ids"), ("use /tokenize", (False,))
+    ),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), ("thoughts are told from the text", (True,))),
+    "task": ("the template has no tasks", ()),
+    "use_audio_in_video": ("use 'mm_processor_kwargs'", (False,)),
+    **_SERVING_REFUSED,
     **_SAMPLING_REFUSED,
 }
 COMPLETION_REFUSED: Refused = {
@@ -466,6 +512,8 @@ COMPLETION_REFUSED: Refused = {
     "prompt_embeds": ("the prompt is a text or token ids", ()),
     "add_special_tokens": ("the prompt is used as it is", (False, True)),
     "response_format": ("use 'structured_outputs'", ({"type": "text"},)),
+    "json_schema": ("use 'structured_outputs'", ()),
+    **_SERVING_REFUSED,
     **_SAMPLING_REFUSED,
 }
 TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokenizer adds none", (False, True))}
@@ -480,15 +528,21 @@ SPEECH_REFUSED: Refused = dict.fromkeys(
 # Fields that change no answer.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention", "custom_labels", "rid", "session_id",
 )  # fmt: skip
 
 _Body = TypeVar("_Body", bound=Struct)
 
 
+def _refusal(why: str, neutral: tuple[object, ...]) -> str:
+    """Describe a refused field; values that request nothing are written as JSON."""
+    values = " or ".join(f"`{json.encode(value).decode()}`" for value in neutral)
+    return f"Refused, except {values}: {why}." if values else f"Refused: {why}."
+
+
 def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
     """Define a struct of the same name that also has the refused and the ignored fields, undecoded."""
-    others = {name: f"Only with a value that requests nothing: {why}." for name, (why, _) in refused.items()}
+    others = {name: _refusal(why, neutral) for name, (why, neutral) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [
         (name, Annotated[Raw, Meta(description=text)], field(default_factory=Raw))
