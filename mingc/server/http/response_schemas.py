@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from mingc import __version__
 from mingc.runtime.request import NOTHING_TO_SPEAK, Done, FinishReason, ServiceInfo, Usage
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState, Status
@@ -210,6 +211,9 @@ class Detokenized(Struct, forbid_unknown_fields=True):
 
 class Version(Struct, forbid_unknown_fields=True):
     version: str
+
+
+VERSION = Version(__version__)
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
