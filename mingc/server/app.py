@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mingc import __version__
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
@@ -24,9 +23,9 @@ from mingc.server.error_objects import encode_error, public_error
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
+    VERSION,
     ModelList,
     ReadyResponse,
-    Version,
     VoiceList,
     health_response,
     model_object,
@@ -116,7 +115,7 @@ def _information_routes(state: ServerState) -> list[Route]:
         return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
 
     async def version(request: Request) -> Response:
-        return _json(Version(__version__))
+        return _json(VERSION)
 
     async def openapi(request: Request) -> Response:
         return Response(await asyncio.to_thread(openapi_document), media_type="application/json")

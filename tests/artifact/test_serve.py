@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -89,7 +90,9 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
         )
         printed = "".join(run("bash", "-e", "-o", "pipefail", "-c", text) for text in rest)
         run(sys.executable, "-c", "\n".join(text for kind, text in blocks if kind == "python"))
-    voices = json.loads(printed)["voices"]
+    completion, tokens, listed = objects(printed)
+    assert completion["object"] == "text_completion" and tokens["count"] == len(tokens["tokens"])
+    voices = listed["voices"]
     assert set(voices) == set(re.search(r"for voice in (.*);", section)[1].split())  # type: ignore[index]
     played = [*tmp_path.glob("ffplay.*")]
     assert len(played) == 2
@@ -97,6 +100,16 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
         checks.check_wav(path.read_bytes())
     for path in (tmp_path / "answer.pcm", *tmp_path.glob("aplay.*")):
         assert path.stat().st_size > 0 and path.stat().st_size % 14112 == 0  # 0.16 s each
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects that are printed after each other."""
+    found = []
+    while text.strip():
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        found.append(value)
+        text = text.lstrip()[end:]
+    return found
 
 
 def shape(value: object) -> object:

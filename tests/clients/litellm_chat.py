@@ -1,4 +1,4 @@
-"""LiteLLM: three turns with a picture, a clip and spoken answers, whole and streamed; a loop of tools."""
+"""LiteLLM: three turns with a picture, a clip and spoken answers, whole and streamed; a completion; tools."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def main(given: Inputs) -> None:
     assert rebuilt is not None and rebuilt.choices[0].finish_reason in ("length", "stop")
     messages += [rebuilt.choices[0].message.model_dump(), {"role": "user", "content": "And again."}]
     assert litellm.completion(messages=messages, **common).usage.completion_tokens > 0
+    answers = litellm.completion(messages=messages, n=2, logprobs=True, top_logprobs=2, **common).choices
+    assert [each.index for each in answers] == [0, 1]
+    assert all(len(each.logprobs.content[0].top_logprobs) == 2 for each in answers)
+    continued = {**common, "model": f"text-completion-openai/{given.model}", "prompt": "Once upon a time"}
+    whole = litellm.text_completion(**continued, logprobs=1)
+    assert whole.choices[0].logprobs.tokens and whole.usage.completion_tokens > 0
+    chunks = list(litellm.text_completion(**continued, stream=True))
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == whole.choices[0].text
     for is_streamed in (False, True):
         call_tools(given, is_streamed=is_streamed)
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from mingc import __version__
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
     Done,
@@ -254,6 +255,9 @@ class Detokenized(Struct, forbid_unknown_fields=True):
 
 class Version(Struct, forbid_unknown_fields=True):
     version: str
+
+
+VERSION = Version(__version__)
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
