@@ -133,6 +133,14 @@ def test_tool_calls_of_a_history_count(tmp_path: Path) -> None:
         assert answer.json()["error"]["code"] == "key_limit_exceeded"
 
 
+def test_tools_count(tmp_path: Path) -> None:
+    function = {"name": "look_up", "description": "x" * 400}
+    body = chat("Hello", max_tokens=1) | {"tools": [{"type": "function", "function": function}]}
+    with server(tmp_path, key_max_tokens=100) as http:
+        answer = http.post(CHAT, json=body, headers=bearer("first"))
+        assert answer.json()["error"]["code"] == "key_limit_exceeded"
+
+
 def test_texts_count_in_bytes_and_spoken_chats_also_when_they_are_not_streamed(tmp_path: Path) -> None:
     with server(tmp_path, key_max_tokens=40, key_max_audio_seconds=9) as http:
         for route, body in (
