@@ -15,11 +15,13 @@ import pytest
 import requests
 from held_resources import check_all_is_free
 from jsonschema import Draft202012Validator
+from mingc_command import CHECKPOINT
 from openai import BadRequestError
 from pydantic import BaseModel
 from random_schemas import UNSUPPORTED, random_schema
 from server_thread import run_server
 
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 
@@ -157,11 +159,29 @@ def test_a_constrained_answer_is_spoken(base_url: str) -> None:
 
 
 def test_a_thought_is_free(base_url: str) -> None:
-    schema = {"const": {"b": None}}
-    for seed in range(2):
-        choice = ask(base_url, thinking=True, response_format=named(schema), seed=seed, max_tokens=30).json()
-        text = choice["choices"][0]["message"]["content"] or ""
-        assert re.fullmatch(r'<think>.*|\{"b": null\}', text, re.DOTALL), text
+    for seed in range(3):
+        fields = {"thinking": True, "seed": seed, "max_tokens": 30}
+        [choice] = ask(base_url, response_format=named({"const": {"b": None}}), **fields).json()["choices"]
+        message = choice["message"]
+        assert message["content"] == '{"b": null}' or message["reasoning_content"], message
+
+
+@pytest.mark.parametrize("bias", [60, -60], ids=["a call", "text"])
+def test_an_answer_with_tools_matches_or_calls(base_url: str, bias: float) -> None:
+    function = {"name": "f", "strict": True, "parameters": SCHEMA}
+    token = TextTokenizer.from_file(CHECKPOINT).token_id("<tool_call>")
+    fields = {
+        "tools": [{"type": "function", "function": function}],
+        "parallel_tool_calls": False,
+        "logit_bias": {token: bias},
+    }
+    [choice] = ask(base_url, response_format=named({"enum": [{"t": 1}, 7]}), **fields).json()["choices"]
+    if bias < 0:
+        assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["content"]) in ({"t": 1}, 7)
+    else:
+        [call] = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "f"
+        Draft202012Validator(SCHEMA).validate(json.loads(call["function"]["arguments"]))
 
 
 def test_answers_without_the_library_are_refused(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from client_inputs import ANSWER, Inputs, run
 from langchain_core.messages import AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 
 
 def main(given: Inputs) -> None:
@@ -48,6 +51,19 @@ def main(given: Inputs) -> None:
     )
     for is_streamed in (False, True):
         call_tools(given, is_streamed=is_streamed)
+    for method in ("json_schema", "function_calling"):
+        plain = ChatOpenAI(base_url=given.url, api_key=given.key, model=given.model, max_tokens=60)
+        weather = plain.with_structured_output(Weather, method=method, strict=True).invoke(
+            "It rains in Zürich."
+        )
+        assert isinstance(weather, Weather), weather
+
+
+class Weather(BaseModel):
+    """Weather of a city."""
+
+    city: Literal["Genève", "Zürich"]
+    is_wet: bool
 
 
 @tool

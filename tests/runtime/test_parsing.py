@@ -501,6 +501,11 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "Unknown"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "send one"),
     ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "beside 'response_format'"),
+    (
+        {"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "guided_regex",
+        "contradicts 'tool_choice'",
+    ),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts 'guided_regex'"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2.0 and 2.0"),
     ({"presence_penalty": -2.5}, "presence_penalty", "between -2.0 and 2.0"),

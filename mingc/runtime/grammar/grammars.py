@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
 
 from mingc.errors import RequestError
+from mingc.runtime.grammar.json_format import JSON_FORMAT
 from mingc.runtime.request import Constraint
 
 MAX_CHARACTERS = 64 * 1024
-# JSON as `json.dumps` writes it: with free white space, a weak model may never end. A client's own rules do not count.
-JSON_FORMAT: Mapping[str, Any] = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
 _THOUGHT = 'start: thought? @answer\nthought: "<think>" inner /\\n*/\ninner[suffix="</think>"]: /(?s:.*)/\n'
-_CODES = {"json": "invalid_json_schema", "regex": "invalid_regex", "choice": "invalid_choice"}
 
 
 def grammar_text(constraint: Constraint) -> str:
@@ -46,8 +39,9 @@ def grammar_text(constraint: Constraint) -> str:
 
 def unsupported(constraint: Constraint, why: str) -> RequestError:
     """The error of a constraint that cannot be compiled. `why` follows the name of its field."""
-    code = _CODES.get(constraint.kind, "invalid_grammar")
-    return RequestError(f"'{constraint.param}' {why}", param=constraint.param, code=code)
+    made_of_schemas = constraint.kind == "grammar" and not constraint.param.endswith("grammar")
+    kind = "json_schema" if made_of_schemas or constraint.kind == "json" else constraint.kind
+    return RequestError(f"'{constraint.param}' {why}", param=constraint.param, code=f"invalid_{kind}")
 
 
 def _schema(constraint: Constraint) -> dict[str, Any]:

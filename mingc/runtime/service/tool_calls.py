@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mingc.prompts.tokenizer import Detokenizer
 from mingc.prompts.tools import TOOL_TAGS, Tool, ToolTokens, ToolUse
+from mingc.runtime.grammar.json_format import JSON_FORMAT
 from mingc.runtime.request import (
     Constraint,
     Event,
@@ -100,10 +101,6 @@ class CallParser:
         return [ToolCallFailed(index=None if scanner.name is None else self._num_begun - 1, text=text)]
 
 
-# Rules of llguidance: the separators of the prompt's example. With free white space, a weak model may never end.
-_FORMAT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
 def tool_sampling(
     sampling: SamplingParams, use: ToolUse, tokens: ToolTokens, *, thinking: bool
 ) -> SamplingParams:
@@ -124,7 +121,7 @@ def tool_sampling(
         schema = json.loads(answer.text)
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
-        text = json.dumps({**schema, "x-guidance": _FORMAT}, ensure_ascii=False)
+        text = json.dumps({**schema, "x-guidance": JSON_FORMAT}, ensure_ascii=False)
         constraint = _grammar(f"(answer | calls)\nanswer: %json {text}", tools, use, answer.param, thinking)
     elif answer is not None or is_free:
         return sampling
@@ -152,7 +149,7 @@ def _call_rules(tools: Sequence[Tool]) -> str:
         schema = {
             "type": "object",
             **tool.parameters,
-            "x-guidance": {**_FORMAT, "lenient": not tool.is_strict},
+            "x-guidance": {**JSON_FORMAT, "lenient": not tool.is_strict},
         }
         rules.append(f'call_{index}: {head} arguments_{index} "}}"\n')
         rules.append(f"arguments_{index}: %json {json.dumps(schema, ensure_ascii=False)}\n")

@@ -178,13 +178,16 @@ def _chat(body: ChatBody, info: ServiceInfo, options: ServeOptions, refused: Ref
     )
     if speech is not None and speech.seed is None:
         speech = replace(speech, seed=sampling.seed)
+    tools, constraint = parse_tools(body, info), sampling.constraint
+    if tools.choice == "required" and constraint is not None and constraint.param != "response_format":
+        raise invalid(constraint.param, "contradicts 'tool_choice', by which the answer is a call")
     stream = body.stream or False
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
         sampling=sampling,
         speech=speech,
-        tools=parse_tools(body, info),
+        tools=tools,
         video=_video(body),
         thinking=_thinking(body),
         is_live=stream and audio is not None and audio.is_playable_in_parts,
