@@ -25,7 +25,7 @@ from starlette.types import Scope
 from mingc import __version__
 from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, ServiceLoad, TextDelta, Usage
 
-_Each = TypeVar("_Each", Event, tuple[int, Event])
+_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

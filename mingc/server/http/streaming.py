@@ -47,7 +47,7 @@ SSE = "text/event-stream; charset=utf-8"
 Clip = LiveClip | KeptClip
 Whole = tuple[int, AsyncIterator[bytes]]
 """A body: its length, and its parts."""
-_Each = TypeVar("_Each", Event, tuple[int, Event])
+_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
 
 class ResponseWriter:
