@@ -19,8 +19,9 @@ def num_mask_words(vocab_size: int) -> int:
 class TokenMatcher(Protocol):
     """State of the constraint of one answer. The thinker thread calls it; one matcher serves one answer.
 
-    For each token of the answer: `is_active`, `fill` if it is, and `accept` of the token that was sampled, also while
-    the matcher is not active. No method is called after `is_stopped`. Whatever a method raises fails this answer alone.
+    For each token of the answer: `fill` if the matcher `is_active`, and `accept` of the token that was sampled, also
+    while it is not active. A stop token ends the answer and is not passed to it. Nothing is called after `is_stopped`.
+    Whatever a method raises fails this answer alone.
     """
 
     @property
@@ -34,12 +35,12 @@ class TokenMatcher(Protocol):
         ...
 
     def fill(self, words: MaskWords) -> None:
-        """Write the tokens that may come next into `words` (ceil(V / 32),), stop tokens only where it may end.
+        """Write the tokens that may come next into `words` (ceil(V / 32),), stop tokens only where the answer may end.
 
-        Sets all words; bits of tokens beyond the vocabulary are ignored. At least one token is allowed.
+        Sets all words; bits beyond the vocabulary are ignored. At least one token is allowed.
         """
         ...
 
     def accept(self, token: int) -> None:
-        """Advance by a sampled token of the answer; stop tokens that end it are passed, too."""
+        """Advance by a sampled token of the answer."""
         ...
