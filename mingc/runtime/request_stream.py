@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mingc.errors import ServeError
-from mingc.runtime.request import AudioDelta, FinishReason
+from mingc.runtime.request import AudioDelta, FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +19,14 @@ class TokenItem:
     """One token of an answer; `token` is None when a stop token ended the answer. The last item has `finish`.
 
     `reused_tokens`: how many tokens of the prompt the prefix cache held. `begun_at`: when the prefill began
-    (`time.perf_counter`).
+    (`time.perf_counter`). `logprobs`: of the token, if the request asked for them.
     """
 
     token: int | None
     finish: FinishReason | None
     reused_tokens: int = 0
     begun_at: float | None = field(default=None, compare=False)
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,7 +189,7 @@ class ChatOutputProcessor:
             self._speak(self._spoken_text.push(text))
         events: list[Event] = []
         if text or item.token is not None:
-            events.append(TextDelta(text=text, token=item.token))
+            events.append(TextDelta(text=text, token=item.token, logprobs=item.logprobs))
         if item.finish is not None or is_stopped:
             self._finish = "stop" if is_stopped else item.finish
             if self._spoken_text is not None:
