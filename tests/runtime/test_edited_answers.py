@@ -9,13 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-import sampling_reference
 from collector import Collector
 from fake_thinker import CONTEXT, PAGE, VOCAB, make_prompt, make_thinker_loop, make_thinker_stage
 from hand_run import run_step, run_until_idle
-from sampling_reference import WalkMatcher
+from sampling_reference import WalkMatcher, check_greedy
 
 from mingc.errors import RequestError, WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
@@ -78,40 +76,6 @@ def finish_of(answer: Collector) -> str | None:
     item = answer.items[-1]
     assert isinstance(item, TokenItem)
     return item.finish
-
-
-def check_greedy(
-    answer: Collector,
-    prompt: ThinkerPrompt,
-    params: SamplingParams,
-    matcher: WalkMatcher | None = None,
-    stop_ids: tuple[int, ...] = (),
-) -> None:
-    """Every token has the highest logit after the rules, and the log probabilities that were asked for."""
-    tokens, rows = answer.tokens(), answer.recorder.logits
-    assert len(rows) == len(tokens) > 0
-    items = [each for each in answer.items if isinstance(each, TokenItem) and each.token is not None]
-    for place, (token, raw) in enumerate(zip(tokens, rows, strict=True)):
-        before = tokens[:place]
-        banned = {*params.banned_tokens, *(stop_ids if place < params.min_tokens else ())}
-        allowed = None if matcher is None else matcher.allowed(before)
-        edited = sampling_reference.edited(
-            raw, prompt.input_ids.tolist(), before, params, banned=banned, allowed=allowed
-        )
-        assert token == edited.argmax(), place
-        check_logprobs(items[place], raw, params)
-
-
-def check_logprobs(item: TokenItem, raw: np.ndarray, params: SamplingParams) -> None:
-    if params.num_logprobs is None:
-        assert item.logprobs is None
-        return
-    assert item.logprobs is not None and item.token is not None
-    expected = sampling_reference.logprobs(raw)
-    top = sampling_reference.most_likely(raw, params.num_logprobs)
-    assert [token for token, _ in item.logprobs.top] == top
-    values = [item.logprobs.logprob, *(value for _, value in item.logprobs.top)]
-    np.testing.assert_allclose(values, expected[[item.token, *top]], atol=1e-5)
 
 
 @HOST_OR_DEVICE

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from collector import Collector
 from numpy.typing import NDArray
 
+from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.request import SamplingParams
+from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.thinker.token_matcher import MaskWords
 
 Floats = NDArray[np.float64]
@@ -46,6 +49,38 @@ def logprobs(raw: NDArray[np.float32]) -> Floats:
 def most_likely(raw: NDArray[np.float32], count: int) -> list[int]:
     """Tokens by descending logit, equal ones in order of id."""
     return sorted(range(len(raw)), key=lambda token: (-raw[token], token))[:count]
+
+
+def check_greedy(
+    answer: Collector,
+    prompt: ThinkerPrompt,
+    params: SamplingParams,
+    matcher: WalkMatcher | None = None,
+    stop_ids: tuple[int, ...] = (),
+) -> None:
+    """Every token has the highest logit after the rules, and the log probabilities that were asked for."""
+    tokens, rows = answer.tokens(), answer.recorder.logits
+    assert len(rows) == len(tokens) > 0
+    items = [each for each in answer.items if isinstance(each, TokenItem) and each.token is not None]
+    for place, (token, raw) in enumerate(zip(tokens, rows, strict=True)):
+        before = tokens[:place]
+        banned = {*params.banned_tokens, *(stop_ids if place < params.min_tokens else ())}
+        allowed = None if matcher is None else matcher.allowed(before)
+        logits = edited(raw, prompt.input_ids.tolist(), before, params, banned=banned, allowed=allowed)
+        assert token == logits.argmax(), place
+        check_logprobs(items[place], raw, params)
+
+
+def check_logprobs(item: TokenItem, raw: np.ndarray, params: SamplingParams) -> None:
+    if params.num_logprobs is None:
+        assert item.logprobs is None
+        return
+    assert item.logprobs is not None and item.token is not None
+    expected = logprobs(raw)
+    top = most_likely(raw, params.num_logprobs)
+    assert [token for token, _ in item.logprobs.top] == top
+    values = [item.logprobs.logprob, *(value for _, value in item.logprobs.top)]
+    np.testing.assert_allclose(values, expected[[item.token, *top]], atol=1e-5)
 
 
 class WalkMatcher:
