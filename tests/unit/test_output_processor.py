@@ -26,6 +26,7 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TokenLogprobs,
     Usage,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
@@ -269,6 +270,14 @@ def test_a_stopped_answer_is_the_decoded_text_up_to_its_stop_string(
         assert not any(stop in token_bytes(used[:-1]).decode(errors="ignore") for stop in stops)
     else:
         assert (text, done.finish_reason) == (whole, "stop" if has_stop_token else "length")
+
+
+def test_every_token_has_its_log_probabilities_also_while_its_text_is_incomplete() -> None:
+    given = [TokenLogprobs(logprob=-0.5, top=((3, -0.25),)), TokenLogprobs(logprob=-1.5)]
+    run = make_processor(Words(["", "é"]))
+    items = [TokenItem(token=index, finish=None, logprobs=each) for index, each in enumerate(given)]
+    events = [event for item in items for event in run.accept(item)]
+    assert [event.logprobs for event in events if isinstance(event, TextDelta)] == given
 
 
 def test_the_error_of_a_failed_request_is_raised() -> None:
