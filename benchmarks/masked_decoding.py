@@ -44,7 +44,7 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
 from mingc.runtime.thinker.step_options import StepOptions
-from mingc.runtime.thinker.token_matcher import MaskWords, num_mask_words
+from mingc.runtime.thinker.token_matcher import MaskWords, full_mask
 from mingc.runtime.thinker.worker import GraphKey, ThinkerWorker
 
 CONFIGS = Path(__file__).resolve().parent / "released"
@@ -99,7 +99,7 @@ class RandomMatcher:
 
     def __init__(self, vocab_size: int, fill_us: float) -> None:
         self._masks = np.random.default_rng(0).integers(
-            -(1 << 31), 1 << 31, (8, num_mask_words(vocab_size)), np.int32
+            -(1 << 31), 1 << 31, (8, len(full_mask(vocab_size))), np.int32
         )
         self._fill_s = 1e-6 * fill_us
         self._count = 0

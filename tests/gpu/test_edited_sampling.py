@@ -23,7 +23,7 @@ from mingc.runtime.thinker.logit_edits import logit_edits, top_logprobs
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
-from mingc.runtime.thinker.token_matcher import MaskWords, num_mask_words
+from mingc.runtime.thinker.token_matcher import MaskWords, full_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ RULES = [
 
 
 def masks() -> list[MaskWords | None]:
-    words = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, (4, num_mask_words(VOCAB)), np.int32)
+    words = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, (4, len(full_mask(VOCAB))), np.int32)
     return [None, words[1], words[2], words[3]]
 
 

@@ -117,6 +117,7 @@ def test_a_constrained_answer_has_the_most_likely_allowed_tokens(
         {"frequency_penalty": 0.3},
         {"frequency_penalty": -2.0, "presence_penalty": -0.5},
         {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.3, "min_tokens": 25},
+        {"frequency_penalty": 0.05, "repetition_penalty": 0.5},
         {"logit_bias": ((11, 100.0), (12, -100.0))},
         {"logit_bias": ((11, 1.0), (12, 1.25)), "banned_tokens": (11,)},
         {"num_logprobs": 20, "frequency_penalty": 1.0},
@@ -141,8 +142,8 @@ def test_a_constraint_is_stronger_than_min_tokens_and_bans(is_static: bool) -> N
     """Where the answer is complete, nothing but the stop token may come; elsewhere bans count."""
     loop = make_thinker_loop(is_static=is_static, stop_ids=[STOP])
     matcher = WalkMatcher(VOCAB, stop_after=3, last=STOP)
-    first = max(matcher.allowed([]) or set())
-    rules = {"min_tokens": 9, "banned_tokens": (first,), "logit_bias": tuple((t, -100.0) for t in range(300))}
+    banned = tuple(sorted(matcher.allowed([]) or ()))[1:]  # all but one of the first tokens that it allows
+    rules = {"min_tokens": 9, "banned_tokens": banned, "logit_bias": tuple((t, -100.0) for t in range(300))}
     answer = ask(loop, PROMPTS[2], matcher=matcher, **rules)
     run_until_idle(loop)
     assert (len(answer.tokens()), finish_of(answer)) == (3, "stop")
@@ -269,6 +270,33 @@ def test_a_matcher_that_fails_fails_its_answer_alone(is_static: bool, method: st
     assert isinstance(failing.items[-1], FailedItem)
     check_greedy(neighbours[0], PROMPTS[0], SamplingParams())
     check_greedy(neighbours[1], PROMPTS[3], SamplingParams(), WalkMatcher(VOCAB))
+    assert loop.held == before
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["host samples", "device samples"])
+def test_a_step_that_fails_after_a_matcher_did_fails_the_others_once(
+    is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_thinker_loop(is_static=is_static, max_prompts=4)
+    before = loop.held
+    names = ("prefill", "launch_prefill")
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("launch failure")
+
+        for name in names:
+            patch.setattr(loop.runner, name, fail)
+        failing = [
+            ask(loop, PROMPTS[4], matcher=WalkMatcher(VOCAB, fails=("fill", 0))),
+            ask(loop, PROMPTS[0]),
+        ]
+        run_until_idle(loop)
+    assert [len(each.items) for each in failing] == [1, 1]
+    assert "launch failure" in failing[1].error().message
+    later = ask(loop, PROMPTS[3], matcher=WalkMatcher(VOCAB))
+    run_until_idle(loop)
+    check_greedy(later, PROMPTS[3], SamplingParams(), WalkMatcher(VOCAB))
     assert loop.held == before
 
 

@@ -434,13 +434,26 @@ class _Noted(LaunchedTokens):
 
 @pytest.mark.parametrize(("is_static", "two_batch_overlap"), [(False, False), (True, False), (True, True)])
 def test_measuring_latencies_covers_every_size_and_changes_no_answer(
-    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, two_batch_overlap: bool
+    started: Callable[[ThinkerLoop], ThinkerLoop],
+    is_static: bool,
+    two_batch_overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
     loop = make_thinker_loop(is_static=is_static, two_batch_overlap=two_batch_overlap)
     worker = loop.runner
     assert isinstance(worker, ThinkerWorker)
+    sampled: list[int] = []
+    launch = worker.launch_decode
+
+    def noted(step: DecodeStep) -> LaunchedTokens:
+        sampled.append(len(step.input_ids))
+        return launch(step)
+
+    monkeypatch.setattr(worker, "launch_decode", noted)
     latency_model = measure_step_latencies(worker)
+    assert {*sampled} == ({1, 2, 4, 8} if is_static else set()), "what a step takes includes its sampling"
+    monkeypatch.undo()
     pairs = [32 + 8, 32 + 16, 32 + 32]
     assert [size for size, _ in latency_model.chunks] == [8, 16, 32, *(pairs if two_batch_overlap else [])]
     assert [size for size, _ in latency_model.decodes] == [1, 2, 4, 8]

@@ -17,7 +17,7 @@ from mingc.runtime.thinker.device_sampler import DeviceSampler, sampling_columns
 from mingc.runtime.thinker.logit_edits import MAX_LOGPROBS, logit_edits, needs_edits, top_logprobs
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.step import PrefillStep
-from mingc.runtime.thinker.token_matcher import MaskWords, num_mask_words
+from mingc.runtime.thinker.token_matcher import MaskWords, full_mask
 
 VOCAB = 70  # no multiple of 32
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
     )
     return {
         "params": params,
-        "prompt": draw(st.lists(TOKENS, max_size=6)),
+        "prompt": draw(st.lists(TOKENS, max_size=40)),
         "answer": draw(st.lists(TOKENS, max_size=9)),
         "banned": draw(st.lists(TOKENS, max_size=4, unique=True)),
         "allowed": draw(st.none() | st.sets(TOKENS, min_size=1, max_size=VOCAB)),
@@ -46,7 +46,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
 def mask_of(allowed: set[int] | None) -> MaskWords | None:
     if allowed is None:
         return None
-    words = np.zeros(num_mask_words(VOCAB), np.uint32)
+    words = np.zeros(len(full_mask(VOCAB)), np.uint32)
     for token in allowed:
         words[token // 32] |= np.uint32(1 << token % 32)
     return words.view(np.int32)

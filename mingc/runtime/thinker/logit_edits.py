@@ -27,8 +27,6 @@ from mingc.runtime.thinker.token_matcher import MaskWords
 
 MAX_LOGPROBS = 20
 _BAN = -100.0  # biases down to this ban
-# Bias of tokens that are banned in a row with a mask: below all logits, above what the mask excludes.
-_WEAK_BAN = -1000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,7 +80,7 @@ def logit_edits(
         [(each.repetition_penalty, each.presence_penalty, each.frequency_penalty) for each in params],
         np.float32,
     )
-    biases = [_biases(*row) for row in zip(params, banned, masks, strict=True)]
+    biases = [_biases(*row) for row in zip(params, masks, strict=True)]
     width = max(map(len, biases))
     ids, values = np.zeros((len(biases), width), np.int64), np.zeros((len(biases), width), np.float32)
     for row, pairs in enumerate(biases):
@@ -95,15 +93,28 @@ def logit_edits(
         bias=values if width else None,
         mask=None
         if given is None
-        else np.stack([np.full_like(given, -1) if mask is None else mask for mask in masks]),
+        else np.stack(
+            [
+                np.full_like(given, -1) if mask is None else _without(mask, bans)
+                for mask, bans in zip(masks, banned, strict=True)
+            ]
+        ),
     )
 
 
-def _biases(params: SamplingParams, banned: Sequence[int], mask: MaskWords | None) -> list[tuple[int, float]]:
-    if mask is None:
-        return [(token, -np.inf if bias <= _BAN else bias) for token, bias in params.logit_bias]
-    weak = dict.fromkeys(banned, _WEAK_BAN)
-    return [*weak.items(), *(pair for pair in params.logit_bias if pair[0] not in weak)]
+def _biases(params: SamplingParams, mask: MaskWords | None) -> list[tuple[int, float]]:
+    """A bias that bans is finite beside a mask, which may allow nothing else."""
+    bans = mask is None
+    return [(token, -np.inf if bans and bias <= _BAN else bias) for token, bias in params.logit_bias]
+
+
+def _without(mask: MaskWords, banned: Sequence[int]) -> MaskWords:
+    """The mask without `banned` tokens, unless it allows nothing else."""
+    left = mask.copy()
+    bits = left.view(np.uint32)
+    for token in banned:
+        bits[token // 32] &= np.uint32(0xFFFFFFFF ^ 1 << token % 32)
+    return left if left.any() else mask
 
 
 def edit_logits(logits: Tensor, edits: LogitEdits, seen: Tensor | None, counts: Tensor | None) -> Tensor:

@@ -47,7 +47,7 @@ from mingc.runtime.thinker.running_chat import (
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
-from mingc.runtime.thinker.token_matcher import MaskWords, TokenMatcher, num_mask_words
+from mingc.runtime.thinker.token_matcher import MaskWords, TokenMatcher, full_mask
 from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
@@ -116,6 +116,7 @@ class ThinkerLoop(EngineThread):
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._prefix_salt = prefix_salt
+        self._vocabulary = full_mask(vocab_size)
         self._requests: dict[int, RunningChat] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
@@ -364,8 +365,9 @@ class ThinkerLoop(EngineThread):
             if chat.matcher is not None and self._requests.get(request) is chat:
                 try:
                     if chat.matcher.is_active:
-                        mask = np.zeros(num_mask_words(self._vocab_size), np.int32)
+                        mask = np.zeros_like(self._vocabulary)
                         chat.matcher.fill(mask)
+                        mask &= self._vocabulary
                         if not mask.any():
                             raise WorkerError("the constraint of the answer allows no token", where="thinker")
                 except Exception as error:

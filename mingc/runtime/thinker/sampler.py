@@ -60,7 +60,7 @@ class SamplerRow:
     def banned(self, num_pending: int = 0) -> tuple[int, ...]:
         """Tokens that must not be sampled next, or after `num_pending` further tokens."""
         is_short = self.step + num_pending < self.params.min_tokens
-        return tuple({*self.params.banned_tokens, *(self.stop_ids if is_short else ())})
+        return tuple(dict.fromkeys((*(self.stop_ids if is_short else ()), *self.params.banned_tokens)))
 
     def advance(self, token: int) -> None:
         """Record the sampled token."""

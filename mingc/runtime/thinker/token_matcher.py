@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 MaskWords = NDArray[np.int32]
 
 
-def num_mask_words(vocab_size: int) -> int:
-    """Words of a mask over the vocabulary."""
-    return -(-vocab_size // 32)
+def full_mask(vocab_size: int) -> MaskWords:
+    """A mask (ceil(V / 32),) that allows every token of the vocabulary, and no bit beyond it."""
+    bits = np.arange(32 * -(-vocab_size // 32)) < vocab_size
+    words: MaskWords = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+    return words
 
 
 class TokenMatcher(Protocol):
