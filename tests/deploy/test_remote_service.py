@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_service import INFO, TEXT_ONLY
+from fake_service import INFO, TEXT_ONLY, FakeService
 
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
+    CompletionRequest,
     Done,
     Event,
     SamplingParams,
@@ -144,6 +145,27 @@ def test_the_info_is_that_of_the_text_with_the_speech_of_the_other() -> None:
     )  # fmt: skip
     assert (info.model, info.has_text, info.has_image) == (TEXT_ONLY.model, True, TEXT_ONLY.has_image)
     assert info.has_image != SPOKEN.has_image, "the abilities of the two differ here"
+
+
+def test_answers_and_tokens_are_those_of_the_text_service_and_one_is_spoken() -> None:
+    text = FakeService(TEXT_ONLY)
+    info = SpeechInfo(service=SPOKEN, max_segment_length=40, speech_text="natural")
+
+    async def use() -> None:
+        speech = FakeSpeech()
+        remote = RemoteSpeechService(text, info, speak=speech.speak, speech=speech.speech)
+        three = [each async for each in remote.answers(replace(chat(speech=None), num_answers=3))]
+        assert {answer for answer, _ in three} == {0, 1, 2} and not speech.calls
+        sampling = SamplingParams(max_tokens=2)
+        prompt = CompletionRequest(request_id="2", prompt="One", sampling=sampling)
+        assert [type(event) for _, event in [each async for each in remote.answers(prompt)]][-1] is Done
+        spoken = [each async for each in remote.answers(chat())]
+        assert {answer for answer, _ in spoken} == {0} and speech.calls
+        assert any(isinstance(event, AudioDelta) for _, event in spoken)
+        assert await remote.tokenize("One") == text.tokenizer.encode_plain("One")
+        assert remote.tokenizer is text.tokenizer
+
+    asyncio.run(asyncio.wait_for(use(), 20))
 
 
 def test_everything_else_is_that_of_the_text_service() -> None:
