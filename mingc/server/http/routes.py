@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from mingc.server.http.streaming import (
     JSON,
     SSE,
     ResponseWriter,
+    SegmentTimes,
     chat_chunks,
     chat_completion,
     speech_clip,
@@ -75,7 +76,7 @@ class HttpState:
         self, spec: AudioSpec, text: str | None = None
     ) -> AbstractContextManager[LiveClip] | AbstractContextManager[KeptClip]:
         """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
-        return nullcontext(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
+        return closing(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
 
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
@@ -193,9 +194,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     messages = await state.media.load(parsed.messages)
     parsed = replace(parsed, messages=())  # its base64 is decoded
     body.charge.set(sum(message.size for message in messages))
-    audio = (
-        None if parsed.speech is None else AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
-    )
+    audio = parsed.audio
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
@@ -224,11 +223,10 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     """`POST /v1/audio/speech`."""
     server = state.server
     timer = server.metrics.timer()
-    info = server.service.info
     parsed = await state.parse(parse_speech, body.take())
     body.key.add_speech(parsed.text)
     body.charge.set(0)
-    audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    audio = parsed.audio
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}",
         text=parsed.text,
@@ -247,4 +245,5 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
             if parsed.delivery == "audio":
                 await response.send_stream(audio.content_type, speech_parts(events, clip))
             else:
-                await response.send_stream(SSE, speech_events(events, clip))
+                times = SegmentTimes(audio) if parsed.has_segments else None
+                await response.send_stream(SSE, speech_events(events, clip, times))
