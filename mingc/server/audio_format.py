@@ -136,13 +136,15 @@ class SampleConverter:
 class _Stretcher:
     """FFmpeg's atempo, which changes the tempo and not the pitch."""
 
-    _FRAME = 1024  # samples; the filter returns a frame when it is full, so that large ones would be late
+    # Samples. The filter returns a frame when it is full, so large ones would be late, and rounds by their size.
+    _FRAME = 1024
 
     def __init__(self, rate: int, speed: float) -> None:
         import av
 
         self._av, self._rate, self._speed = av, rate, speed
         self._num_in = self._num_out = 0
+        self._rest = np.empty(0, np.float32)  # less than a frame
         # One filter blends its windows from 0.5 to 2, slower it cannot be, and faster it would skip samples.
         num_filters = 1 if 0.5 <= speed <= 2.0 else 2
         self._graph = av.filter.Graph()
@@ -152,15 +154,15 @@ class _Stretcher:
             self._graph.add("abuffersink"),
         ]
         self._graph.link_nodes(*nodes).configure()
-        # At its end the filter drops up to two windows (of 1/24 s, rounded up to a power of two) each.
-        self._silence = np.zeros(num_filters * (1 << (rate // 12).bit_length()), np.float32)
+        # At its end every filter drops up to two windows (of 1/24 s, rounded up to a power of two).
+        self._silence = np.zeros(num_filters * (1 << (rate // 12).bit_length()) + self._FRAME, np.float32)
 
     def add(self, samples: NDArray[np.float32], *, is_last: bool) -> NDArray[np.float32]:
         self._num_in += len(samples)
-        if is_last:
-            samples = np.concatenate([samples, self._silence])
-        parts = [np.empty(0, np.float32)]
-        for start in range(0, len(samples), self._FRAME):
+        samples = np.concatenate([self._rest, samples, *([self._silence] if is_last else [])])
+        end = len(samples) - len(samples) % self._FRAME
+        parts, self._rest = [np.empty(0, np.float32)], samples[end:]
+        for start in range(0, end, self._FRAME):
             self._graph.push(_frame(samples[start : start + self._FRAME], self._rate))
             parts += self._ready()
         if is_last:
@@ -257,18 +259,22 @@ class _Codec:
             self._stream.bit_rate = min(bits, 4 * spec.sample_rate)
 
     def add(self, samples: NDArray[np.float32], *, is_last: bool) -> bytes:
+        container = self._container
         if len(samples):
             frame = _frame(to_pcm16(samples) if self._is_16_bit else np.clip(samples, -1.0, 1.0), self._rate)
-            self._container.mux(self._stream.encode(frame))
+            container.mux(self._stream.encode(frame))
         if is_last:
-            self._container.start_encoding()
-            self._container.mux(self._stream.encode(None))
+            if self._is_16_bit:
+                container.start_encoding()  # a file without samples has a header; of the others, none can be read
+            container.mux(self._stream.encode(None))
             self.close()
         return self._file.take() if isinstance(self._file, _Pipe) else b""
 
     def close(self) -> None:
-        """Complete the file. Frees the encoder, which is in a cycle with its container otherwise."""
-        self._container.close()
+        """Complete the file. Frees the encoder, which otherwise is in a cycle with its container."""
+        container, self._container, self._stream = self._container, None, None
+        if container is not None:
+            container.close()
 
 
 def _frame(samples: NDArray[Any], rate: int) -> Any:

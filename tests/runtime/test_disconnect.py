@@ -29,8 +29,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "streamed chat": ("/v1/chat/completions", {**CHAT, "stream": True}),
     "spoken chat": ("/v1/chat/completions", SPOKEN),
     "streamed spoken chat": ("/v1/chat/completions", {**SPOKEN, "stream": True}),
-    "speech": ("/v1/audio/speech", SPEECH),
+    "speech": ("/v1/audio/speech", {**SPEECH, "stream": False}),
     "streamed speech": ("/v1/audio/speech", {**SPEECH, "stream": True}),
+    "streamed opus": ("/v1/audio/speech", {**SPEECH, "response_format": "opus", "speed": 3}),
     "events of speech": ("/v1/audio/speech", {**SPEECH, "stream_format": "sse"}),
 }
 

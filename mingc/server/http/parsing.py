@@ -359,7 +359,8 @@ def _delivery(body: SpeechBody) -> Delivery:
     """A stream of chunks, as with OpenAI, unless `stream` is false (other servers' way)."""
     if body.stream is False and body.stream_format is not None:
         raise invalid("stream", f"is false, but 'stream_format' requests a stream ('{body.stream_format}')")
-    return body.stream_format or ("whole" if body.stream is False else "audio")
+    is_default = body.stream is None and body.response_format != "flac"  # which is sent at its end anyway
+    return body.stream_format or ("audio" if body.stream or is_default else "whole")
 
 
 def _has_segments(body: SpeechBody, delivery: Delivery) -> bool:
