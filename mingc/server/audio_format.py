@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,7 +250,7 @@ class _Codec:
         self._rate = spec.sample_rate
         self._file = file
         options = {**options, "flush_packets": "1", "fflags": "+bitexact"}
-        self._container: Any = av.open(file, "w", format=container, options=options)
+        self._container = cast(Any, av.open(file, "w", format=container, options=options))
         self._stream = self._container.add_stream(codec, rate=spec.sample_rate, layout="mono")
         self._is_16_bit = spec.format == "flac"
         if self._is_16_bit:
