@@ -147,7 +147,11 @@ def request_of(workload: str, index: int, sizes: Sizes) -> dict[str, Any]:
         parts = [{"type": "input_audio", "input_audio": sound}]
         body |= {
             "modalities": ["text", "audio"],
-            "audio": {"format": "pcm16", "max_steps": sizes.segment_patches},
+            "audio": {
+                "format": "pcm16",
+                "sample_rate": speech_clients.RATE,
+                "max_steps": sizes.segment_patches,
+            },
         }
     return {**body, "messages": [{"role": "user", "content": parts}]}
 

@@ -69,6 +69,7 @@ def make_requests(voices: Sequence[str], *, max_tokens: int, max_steps: int) -> 
         voice = voices[index % len(voices)]
         if kind == 7:
             fields = {"input": _QUESTIONS[variant], "voice": voice, "seed": index, "max_steps": max_steps}
+            fields |= {"response_format": "wav", "stream": False}
             fields["temperature"] = 0.7 * (variant % 2)
             requests.append(Request(path="/v1/audio/speech", body=fields))
             continue

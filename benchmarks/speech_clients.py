@@ -54,10 +54,11 @@ def body(index: int, patches: int, *, streamed: bool, text: str | None = None) -
         "model": "ming-omni",
         "input": text or f"{SENTENCES[index % len(SENTENCES)]}, number {index}.",
         "response_format": "pcm",
+        "sample_rate": RATE,
         "seed": index,
         "max_steps": patches,
     }
-    return {**request, "stream_format": "audio"} if streamed else request
+    return {**request, "stream_format": "audio"} if streamed else {**request, "stream": False}
 
 
 async def ask(

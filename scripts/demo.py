@@ -187,7 +187,8 @@ def ask(url: str, checkpoint: Path) -> Answer:
     with httpx.Client(base_url=url, timeout=_ANSWER_S, trust_env=False) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]
         answer, started = Answer(sample_rate=model["sample_rate"]), time.monotonic()
-        with client.stream("POST", "/v1/chat/completions", json=request(model["id"], checkpoint)) as response:
+        body = request(model["id"], checkpoint, model["sample_rate"])
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 sys.exit(f"demo: the server refused the request: {response.read().decode(errors='replace')}")
             for line in response.iter_lines():
@@ -197,7 +198,7 @@ def ask(url: str, checkpoint: Path) -> Answer:
     return answer
 
 
-def request(model: str, checkpoint: Path) -> dict[str, Any]:
+def request(model: str, checkpoint: Path, sample_rate: int) -> dict[str, Any]:
     """The body of the chat request, as any OpenAI client sends it."""
     clip = next((checkpoint / "talker" / "data").glob("**/*.wav"))
     picture = base64.b64encode(_picture()).decode()
@@ -211,7 +212,7 @@ def request(model: str, checkpoint: Path) -> dict[str, Any]:
         "model": model,
         "messages": [{"role": "user", "content": content}],
         "modalities": ["text", "audio"],
-        "audio": {"format": "pcm16"},
+        "audio": {"format": "pcm16", "sample_rate": sample_rate},
         "max_tokens": MAX_TOKENS,
         "seed": 1,
         "stream": True,

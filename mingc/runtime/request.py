@@ -232,11 +232,13 @@ class AudioDelta:
         samples: (n,) float32 mono in [-1, 1] at the artifact's sample rate.
         is_segment_end: whether the segment ends with this patch.
         is_capped: whether the segment ends because of its cap and not by the stop rule.
+        segment_text: what is said in a segment that begins with this patch, numbers as words; the worker leaves it out.
     """
 
     samples: NDArray[np.float32]
     is_segment_end: bool = False
     is_capped: bool = False
+    segment_text: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,6 +62,19 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     def answer_error(request: Request, error: Exception) -> Response:
         return _error_response(request, error, options)
 
+    voices = service.info.voices
+    wrong = [
+        f"{alias}={voice}"
+        for alias, voice in options.aliases_of_voices.items()
+        if voice not in voices or alias in voices
+    ]
+    if wrong:
+        raise ConfigError(
+            f"an alias is another name of a voice; the voices are: {', '.join(voices) or 'none'}",
+            where="--voice-alias " + ", ".join(wrong),
+            fix="pass --voice-alias NAME=VOICE",
+        )
+
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     app = Starlette(
@@ -103,7 +116,8 @@ def _information_routes(state: ServerState) -> list[Route]:
         return _json(model_object(service.info, state.options, created, name))
 
     async def voices(request: Request) -> Response:
-        return _json(VoiceList(voices=list(service.info.voices), default=service.info.default_voice))
+        names, aliases = list(service.info.voices), state.options.aliases_of_voices
+        return _json(VoiceList(voices=names, default=service.info.default_voice, aliases=aliases))
 
     async def health(request: Request) -> Response:
         return _json(health_response(state), 200 if state.status in ("ready", "draining") else 503)

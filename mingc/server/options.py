@@ -13,8 +13,8 @@ from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, optio
 
 _ORIGIN = re.compile(r"https?://[^/\s]+")
 ANY_PUBLIC_HOST = "*"  # entry of `allow_media_hosts`
-_ADDRESS, _ACCESS, _LIMITS, _TIMES, _MEDIA, _END = (
-    "Address", "Access", "Limits of requests", "Timeouts of connections", "Media", "Shutdown",
+_ADDRESS, _ACCESS, _LIMITS, _TIMES, _MEDIA, _SPEECH, _END = (
+    "Address", "Access", "Limits of requests", "Timeouts of connections", "Media", "Speech", "Shutdown",
 )  # fmt: skip
 
 
@@ -73,6 +73,11 @@ class ServeOptions:
         group=_LIMITS,
         help="Longest `input` of a speech request.",
     )
+    voice_aliases: tuple[str, ...] = option(
+        (), "--voice-alias", repeats=True, metavar="NAME=VOICE", group=_SPEECH,
+        help="Let requests call a voice by another name, such as one of OpenAI's (`alloy=DB30`); may be given several "
+        "times.",
+    )  # fmt: skip
     max_instructions_characters: int = option(
         1000, least=1, most=10**6, help="Longest `instructions` of a speech request."
     )
@@ -162,10 +167,19 @@ class ServeOptions:
                 if self.max_body_bytes == options_of(ServeOptions)["max_body_bytes"].default
                 else f"--max-body-bytes {one}: is above --max-total-body-bytes {all_}; raise that as well"
             )
+        for alias in self.voice_aliases:
+            name, is_pair, voice = alias.partition("=")
+            if not (name and is_pair and voice):
+                problems.append(f"--voice-alias {alias}: is not `name=voice`")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 problems.append(f"--cors-origin {origin}: is not `scheme://host[:port]` or `*`")
         check(self, *problems, where="options of the HTTP server", fix="see `mingc serve --help`")
+
+    @property
+    def aliases_of_voices(self) -> dict[str, str]:
+        """The voice of every alias."""
+        return dict(alias.split("=", 1) for alias in self.voice_aliases)
 
 
 def _is_host_entry(entry: str) -> bool:

@@ -110,6 +110,11 @@ def test_a_spoken_chat_equals_that_of_one_service(services: Services) -> None:
     assert len(services.calls) > 1, "the answer has several segments"
     assert [call.index for call in services.calls] == list(range(len(services.calls)))
     assert len(apart[1]) == len(joint[1])
+    said = [call.text for call in services.calls]
+    for patches in (joint[1], apart[1]):
+        begins = [True, *(patch.is_segment_end for patch in patches[:-1])]
+        assert [patch.segment_text is not None for patch in patches] == begins
+        assert [patch.segment_text for patch in patches if patch.segment_text] == said
     for got, expected in zip(apart[1], joint[1], strict=True):
         np.testing.assert_allclose(got.samples, expected.samples, atol=2e-4)
     assert (apart[2].finish_reason, apart[2].usage) == (joint[2].finish_reason, joint[2].usage)

@@ -33,8 +33,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "streamed answers": ("/v1/chat/completions", {**CHAT, "n": 3, "stream": True}),
     "completion": ("/v1/completions", {"prompt": "Hello", "max_tokens": 200, "n": 2}),
     "streamed completion": ("/v1/completions", {"prompt": "Hello", "max_tokens": 200, "stream": True}),
-    "speech": ("/v1/audio/speech", SPEECH),
+    "speech": ("/v1/audio/speech", {**SPEECH, "stream": False}),
     "streamed speech": ("/v1/audio/speech", {**SPEECH, "stream": True}),
+    "streamed opus": ("/v1/audio/speech", {**SPEECH, "response_format": "opus", "speed": 3}),
     "events of speech": ("/v1/audio/speech", {**SPEECH, "stream_format": "sse"}),
 }
 

@@ -16,7 +16,7 @@ from openai.types.audio import speech_create_params
 from openai.types.chat import chat_completion_content_part_image_param as image_param
 from openai.types.chat import completion_create_params
 
-from mingc.errors import RequestError
+from mingc.errors import ConfigError, RequestError
 from mingc.prompts.conversation import MediaPart, Part, TextPart, ThoughtPart, ToolCall, VideoParams
 from mingc.runtime.request import (
     ChatRequest,
@@ -259,27 +259,32 @@ def test_empty_text_is_allowed_with_media() -> None:
 def test_speech_of_a_chat() -> None:
     sent = parsed_chat(**spoken(voice="Lina", format="pcm16", guidance=1.5), seed=3)
     assert sent.request.speech == SpeechParams(voice="Lina", guidance=1.5, seed=3)
-    assert sent.audio == AudioSpec(format="pcm16", sample_rate=INFO.sample_rate)
-    assert chat(**spoken(speed=1.0, sample_rate=44100, voice="Lina")).speech == SpeechParams(voice="Lina")
+    assert sent.audio == AudioSpec(format="pcm16", sample_rate=24000, source_rate=44100)
+    faster = parsed_chat(**spoken(speed=2, sample_rate=16000.0, voice="Lina"))
+    assert faster.audio == AudioSpec(format="wav", sample_rate=16000, source_rate=44100, speed=2.0)
+    assert faster.request.speech == SpeechParams(voice="Lina", speech_lead=0), (
+        "paced, it would be played out too early"
+    )
     assert chat(**spoken(voice={"id": "Lina"}, seed=4), seed=3).speech == SpeechParams(voice="Lina", seed=4)
     plain = parsed_chat(modalities=["audio", "text"])
-    assert plain.request.speech == SpeechParams(voice="DB30") and plain.audio is not None
-    assert plain.audio.format == "wav"
+    assert plain.request.speech == SpeechParams(voice="DB30")
+    assert plain.audio == AudioSpec(format="wav", sample_rate=44100, source_rate=44100)
 
 
 def test_speech_request() -> None:
     call = speech(
-        voice="Lina", response_format="pcm", instructions="slow", seed=1, speed=1.0, max_new_tokens=9
+        voice="Lina", response_format="pcm", instructions="slow", seed=1, speed=0.5, max_new_tokens=9
     )
-    assert call.speech == SpeechParams(voice="Lina", instructions="slow", seed=1, max_steps=9)
-    assert (call.text, call.audio_format, call.delivery) == ("Hello.", "pcm16", "whole")
+    assert call.speech == SpeechParams(voice="Lina", instructions="slow", seed=1, max_steps=9, speech_lead=0)
+    assert (call.text, call.delivery) == ("Hello.", "audio")
+    assert call.audio == AudioSpec(format="pcm16", sample_rate=24000, source_rate=44100, speed=0.5)
     assert speech().speech.voice == "DB30"
     assert speech(sample_rate=44100, instructions="  ").speech.instructions is None
 
 
 def test_numbers_of_speech_keep_their_names() -> None:
     given = {"guidance": 1.5, "sigma": 0.4, "temperature": 0.7}
-    assert speech(**given).speech == SpeechParams(voice="DB30", **given)
+    assert speech(**given, stream=True).speech == SpeechParams(voice="DB30", **given)
     assert chat(**spoken(**given), temperature=0.2).speech == SpeechParams(voice="DB30", **given)
 
 
@@ -455,10 +460,11 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"audio": {"voice": "DB30"}}, "audio", "modalities"),
     (spoken(voice="absent"), "audio.voice", "DB30, Lina"),
     (spoken(voice=["DB30"]), "audio.voice", "a string"),
-    (spoken(format="mp3"), "audio.format", "'flac', 'pcm16', 'wav'"),
-    (spoken(speed=2), "audio.speed", "natural speed"),
-    (spoken(speed=True), "audio.speed", "natural speed"),
-    (spoken(sample_rate=16000), "audio.sample_rate", "44100"),
+    (spoken(format="pcm"), "audio.format", "'aac', 'flac', 'mp3', 'opus', 'pcm16', 'wav'"),
+    (spoken(speed=4.5), "audio.speed", "between 0.25 and 4"),
+    (spoken(speed=True), "audio.speed", "a number"),
+    (spoken(sample_rate=7999), "audio.sample_rate", "between 8000 and 48000"),
+    (spoken(sample_rate=44100, format="opus"), "audio.sample_rate", "8000, 12000, 16000, 24000 and 48000"),
     ({"min_tokens": -1}, "min_tokens", "between 0"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "more than 'max_tokens' (5)"),
     ({"min_tokens": 2049}, "min_tokens", "more than 'max_tokens' (2048)"),
@@ -522,10 +528,18 @@ SPEECH_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x" * 32_769}, "input", "32768"),
     ({"instructions": "x" * 1001}, "instructions", "1000"),
     ({"voice": "alloy"}, "voice", "alloy"),
-    ({"response_format": "mp3"}, "response_format", "mp3, opus and aac"),
-    ({"response_format": "opus"}, "response_format", "'flac', 'pcm', 'wav'"),
-    ({"speed": 1.5}, "speed", "natural speed"),
-    ({"sample_rate": 24000}, "sample_rate", "44100"),
+    ({"response_format": "ogg"}, "response_format", "'aac', 'flac', 'mp3', 'opus', 'pcm', 'wav'"),
+    ({"speed": 0.24}, "speed", "between 0.25 and 4"),
+    ({"sample_rate": 96000}, "sample_rate", "between 8000 and 48000"),
+    ({"sample_rate": 44101}, "sample_rate", "mp3"),
+    ({"sample_rate": 24000.5}, "sample_rate", "an integer"),
+    ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "'stream_format': 'sse'"),
+    (
+        {"timestamp_granularities": ["segment", "word"], "stream_format": "sse"},
+        "timestamp_granularities[1]",
+        '"word" are not known',
+    ),
+    ({"word_timestamps": True}, "word_timestamps", "times of words are not known"),
     ({"stream_format": "mp3"}, "stream_format", "'audio', 'sse'"),
     ({"stream": False, "stream_format": "sse"}, "stream", "requests a stream"),
     ({"task_type": "clone"}, "task_type", "no such input"),
@@ -928,7 +942,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
     "name",
     [
         "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
-        "initial_codec_chunk_frames", "extra_params", "word_timestamps",
+        "initial_codec_chunk_frames", "extra_params",
     ],
 )  # fmt: skip
 def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
@@ -939,7 +953,8 @@ def test_fields_of_other_speech_apis_are_refused(name: str) -> None:
 
 
 def test_order_and_pace_of_a_request() -> None:
-    assert (chat().priority, speech().priority, speech().speech.speech_lead) == (0, 0, None)
+    assert (chat().priority, speech().priority) == (0, 0)
+    assert (speech().speech.speech_lead, speech(stream=True).speech.speech_lead) == (0, None)
     for value in (-5, 0, 7.0, (1 << 31) - 1):
         assert chat(priority=value).priority == speech(priority=value).priority == value
     for lead in (0, 3, 10**6):
@@ -997,9 +1012,11 @@ def test_the_transcript_of_an_earlier_answer_is_its_text() -> None:
     assert parts(content="") == ()
 
 
-def test_a_stream_of_speech_is_asked_for_in_two_ways() -> None:
+def test_speech_is_streamed_unless_the_request_wants_it_whole() -> None:
     for fields, delivery in (
-        ({}, "whole"),
+        ({}, "audio"),
+        ({"response_format": "flac"}, "whole"),
+        ({"response_format": "flac", "stream": True}, "audio"),
         ({"stream": False}, "whole"),
         ({"stream": True}, "audio"),
         ({"stream_format": "audio"}, "audio"),
@@ -1011,15 +1028,24 @@ def test_a_stream_of_speech_is_asked_for_in_two_ways() -> None:
 
 
 def test_formats_of_speech() -> None:
-    for fields, audio_format in (
-        ({}, "wav"),
-        ({"response_format": "pcm"}, "pcm16"),
-        ({"response_format": "flac"}, "flac"),
-    ):
-        assert speech(**fields).audio_format == audio_format
-    for fields, audio_format in (({}, "wav"), ({"format": "pcm16"}, "pcm16"), ({"format": "flac"}, "flac")):
-        audio = parsed_chat(**spoken(**fields)).audio
-        assert audio is not None and audio.format == audio_format
+    """The rates that no request names: raw PCM as OpenAI defines it, Opus the next one that it has."""
+    rates = {"mp3": 44100, "opus": 48000, "aac": 44100, "flac": 44100, "wav": 44100, "pcm16": 24000}
+    for name, rate in rates.items():
+        expected = AudioSpec(format=name, sample_rate=rate, source_rate=44100)  # type: ignore[arg-type]
+        assert speech(response_format=name.removesuffix("16")).audio == expected
+        assert parsed_chat(**spoken(format=name)).audio == expected
+    assert (speech().audio.format, parsed_chat().audio) == ("mp3", None)
+
+
+def test_a_voice_has_further_names() -> None:
+    options = ServeOptions(voice_aliases=("alloy=Lina", "nova=DB30"))
+    for voice, expected in (("alloy", "Lina"), ({"id": "nova"}, "DB30"), ("Lina", "Lina"), (None, "DB30")):
+        assert parse_speech(encode({"input": "x", "voice": voice}), INFO, options).speech.voice == expected
+    with pytest.raises(RequestError, match='Unknown voice "echo"'):
+        parse_speech(encode({"input": "x", "voice": "echo"}), INFO, options)
+    for wrong in ("alloy", "=Lina", "alloy="):
+        with pytest.raises(ConfigError, match="is not `name=voice`"):
+            ServeOptions(voice_aliases=(wrong,))
 
 
 @pytest.mark.parametrize(

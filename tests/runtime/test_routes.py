@@ -427,8 +427,8 @@ def test_all_of_a_speech_request_reaches_the_service() -> None:
             ),
             True,
         ),
-        ({"input": "hello"}, SpeechParams(voice="DB30"), False),
-        ({"input": "hello", "instructions": "  ", "seed": 0}, SpeechParams(voice="DB30", seed=0), False),
+        ({"input": "hello", "stream": False}, SpeechParams(voice="DB30"), False),
+        ({"input": "hello", "instructions": "  ", "seed": 0}, SpeechParams(voice="DB30", seed=0, speech_lead=0), True),
     ):  # fmt: skip
         client = Client(chunks=[json.dumps(given).encode()])
         assert call(state, client, handle_speech, "/v1/audio/speech") is None

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
+import numpy as np
 import pytest
 from fake_service import INFO, NUM_PATCHES, PATCH_SAMPLES, TEXT_ONLY, FakeService
+from numpy.typing import NDArray
 from openai_checks import check_wav, image_data_url, wav_base64
 from server_thread import run_server
 from starlette.applications import Starlette
@@ -28,7 +30,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from mingc.errors import ConfigError
 from mingc.runtime.request import MemoryUse, ServiceLoad
+from mingc.server.app import create_app
+from mingc.server.audio_format import AudioSpec, ClipEncoder
 from mingc.server.logs import RequestContext
 from mingc.server.metrics import Metrics, describe_metrics
 from mingc.server.options import ServeOptions
@@ -206,7 +211,8 @@ def test_streamed_audio_has_one_chunk_a_patch(client: Client) -> None:
 
 def test_whole_audio(client: Client) -> None:
     for audio_format in ("wav", "pcm16", "flac"):
-        audio: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"format": audio_format}}
+        fields = {"format": audio_format, "sample_rate": 44100}
+        audio: dict[str, Any] = {"modalities": ["text", "audio"], "audio": fields}
         message = client.chat(**audio).json()["choices"][0]["message"]
         data = base64.b64decode(message["audio"]["data"])
         assert message["audio"]["transcript"] == message["content"]
@@ -233,10 +239,11 @@ def test_media_reach_the_service(client: Client) -> None:
     ]
 
 
-@pytest.mark.parametrize(("audio_format", "kind"), [("wav", "audio/wav"), ("pcm", "audio/pcm;rate=44100;channels=1"),
-                                                    ("flac", "audio/flac")])  # fmt: skip
+@pytest.mark.parametrize(("audio_format", "kind"), [("wav", "audio/wav"), ("pcm", "audio/pcm;rate=24000;channels=1"),
+                                                    ("flac", "audio/flac"), ("mp3", "audio/mpeg"),
+                                                    ("opus", "audio/ogg"), ("aac", "audio/aac")])  # fmt: skip
 def test_speech(client: Client, audio_format: str, kind: str) -> None:
-    whole = client.speak(response_format=audio_format, voice="Lina", seed=4)
+    whole = client.speak(response_format=audio_format, voice="Lina", seed=4, stream=False)
     assert (whole.status_code, whole.headers["content-type"]) == (200, kind)
     assert int(whole.headers["content-length"]) == len(whole.content)
     assert client.service.speeches[-1].speech.seed == 4
@@ -257,9 +264,10 @@ def test_speech(client: Client, audio_format: str, kind: str) -> None:
 
 
 def test_speech_is_live_where_its_sound_leaves_the_server_while_it_is_made(client: Client) -> None:
-    for audio_format, is_playable in (("wav", True), ("pcm", True), ("flac", False)):
+    for audio_format, is_playable in (("wav", True), ("pcm", True), ("opus", True), ("flac", False)):
         for given, is_streamed in (
-            ({}, False),
+            ({}, True),
+            ({"stream": False}, False),
             ({"stream_format": "audio"}, True),
             ({"stream_format": "sse"}, True),
         ):
@@ -274,24 +282,91 @@ def test_speech_is_live_where_its_sound_leaves_the_server_while_it_is_made(clien
     assert not client.service.chats[-1].is_live
 
 
+def test_many_clips_are_encoded_at_a_time(client: Client) -> None:
+    """Sixteen streams in all formats, rates and tempos: each as when it is alone."""
+    formats = ("mp3", "opus", "aac", "wav", "pcm")
+    bodies: list[dict[str, Any]] = [
+        {
+            "response_format": formats[n % 5],
+            "sample_rate": (24000, 48000)[n % 2],
+            "speed": (1, 0.6, 2.2)[n % 3],
+        }
+        for n in range(16)
+    ]
+    alone = [client.speak(**body).content for body in bodies]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda body: client.speak(**body).content, bodies))
+    assert together == alone and all(alone)
+
+
+def test_a_slow_encoder_delays_only_its_own_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when its client leaves, it is freed once it returns."""
+    begun, go_on, freed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowEncoder(ClipEncoder):
+        def __init__(self, spec: AudioSpec, file: IO[bytes] | None = None) -> None:
+            super().__init__(spec, file)
+            self._is_slow = spec.format == "mp3"
+
+        def add(self, samples: NDArray[np.float32], *, is_last: bool = False) -> bytes:
+            if self._is_slow:
+                begun.set()
+                assert go_on.wait(60)
+            return super().add(samples, is_last=is_last)
+
+        def close(self) -> None:
+            super().close()
+            if self._is_slow:
+                assert go_on.is_set(), "FFmpeg's objects are not freed while they are used"
+                freed.set()
+
+    monkeypatch.setattr("mingc.server.http.clips.ClipEncoder", SlowEncoder)
+    for client in start():
+        host, port = client.url.removeprefix("http://").split(":")
+        with contextlib.closing(HTTPConnection(host, int(port))) as slow:
+            slow.request("POST", SPEECH, json.dumps({"input": "Hello.", "response_format": "mp3"}), JSON_TYPE)
+            assert begun.wait(60)
+            for audio_format in ("wav", "opus", "pcm"):
+                assert client.speak(response_format=audio_format).status_code == 200
+        while client.metric('mingc_requests_cancelled_total{route="/v1/audio/speech"}') == 0:
+            time.sleep(0.01)
+        assert not freed.is_set()
+        go_on.set()
+        assert freed.wait(60)
+
+
+def test_voices_and_their_further_names() -> None:
+    for client in start(ServeOptions(port=0, voice_aliases=("alloy=Lina",))):
+        assert client.http.get("/v1/audio/voices").json() == {
+            "object": "list", "voices": ["DB30", "Lina"], "default": "DB30", "aliases": {"alloy": "Lina"},
+        }  # fmt: skip
+        assert client.speak(voice="alloy").status_code == 200
+        assert client.service.speeches[-1].speech.voice == "Lina"
+    for wrong in ("alloy=echo", "DB30=Lina"):
+        with pytest.raises(ConfigError, match="the voices are: DB30, Lina") as caught:
+            create_app(FakeService(), ServeOptions(voice_aliases=(wrong,)))
+        assert wrong in str(caught.value)
+
+
 def test_whole_speech_beyond_the_budget_is_refused_until_another_answer_has_ended() -> None:
     for client in start(ServeOptions(port=0, shutdown_timeout_s=0.2, max_total_answer_bytes=1 << 20)):
         used = 'mingc_limit_used{limit="answer_bytes"}'
         host, port = client.url.removeprefix("http://").split(":")
         with contextlib.closing(HTTPConnection(host, int(port))) as other:
             # 100 letters are about 8 s, 0.7 MB.
-            other.request("POST", SPEECH, json.dumps({"input": "wait " * 20}), JSON_TYPE)
+            whole = {"response_format": "wav", "stream": False}
+            other.request("POST", SPEECH, json.dumps({"input": "wait " * 20, **whole}), JSON_TYPE)
             while client.metric(used) == 0:
                 time.sleep(0.01)
             for audio_format in ("wav", "flac"):
-                refused = client.speak("a" * 100, response_format=audio_format)
+                refused = client.speak("a" * 100, response_format=audio_format, stream=False)
                 assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
                 assert refused.json()["error"]["code"] == "answer_budget_exhausted"
             assert client.speak("a" * 100, stream=True).status_code == 200, "sent as it is generated"
             assert len(client.service.speeches) == 2, "what is refused has not begun"
         while client.metric(used) > 0:
             time.sleep(0.01)
-        assert client.speak("a" * 100).status_code == 200
+        assert client.speak("a" * 100, **whole).status_code == 200
 
 
 Post = Callable[[Client], httpx.Response]
@@ -315,7 +390,7 @@ BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
     "unknown voice": (lambda c: c.speak(voice="alloy"), 400, "voice"),
     "unknown voice in a stream": (lambda c: c.chat(stream=True, modalities=["text", "audio"], audio={"voice": "x"}),
                                   400, "audio.voice"),
-    "mp3": (lambda c: c.speak(response_format="mp3"), 400, "response_format"),
+    "ogg": (lambda c: c.speak(response_format="ogg"), 400, "response_format"),
     "image output": (lambda c: c.chat(modalities=["image"]), 400, "modalities[0]"),
     "unknown field": (lambda c: c.chat(temprature=1), 400, "temprature"),
     "a key that is half a character": (

@@ -40,6 +40,7 @@ from mingc.server.http.streaming import (
     JSON,
     SSE,
     ResponseWriter,
+    SegmentTimes,
     Whole,
     chat_chunks,
     chat_completion,
@@ -171,6 +172,39 @@ def decode(data: bytes, audio: AudioSpec) -> NDArray[np.float64]:
     assert {frame.sample_rate for frame in frames} == {RATE}
     samples = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
     return samples.astype(np.int16) / 32768
+
+
+@pytest.mark.parametrize(("speed", "audio_format"), [(1.0, "wav"), (2.0, "opus"), (0.5, "flac")])
+def test_times_of_segments_come_before_their_sound(speed: float, audio_format: AudioFormat) -> None:
+    """In seconds of the clip: the last segment ends where the clip does."""
+
+    async def spoken() -> AsyncIterator[Event]:
+        for text, lengths in (("One.", (24000, 12000)), ("Two words.", (6000,)), ("三。", (1, 30000))):
+            for index, length in enumerate(lengths):
+                yield AudioDelta(
+                    samples=np.zeros(length, np.float32),
+                    is_segment_end=index == len(lengths) - 1,
+                    segment_text=None if index else text,
+                )
+        yield DONE
+
+    audio = AudioSpec(format=audio_format, sample_rate=48000, source_rate=24000, speed=speed)
+    clip = stream(audio)
+    client = respond(speech_events(spoken(), clip, SegmentTimes(audio)), SSE)
+    *before, done = client.objects
+    expected = [("One.", 0.0, 1.5), ("Two words.", 1.5, 1.75), ("三。", 1.75, 3.0)]
+    assert done["type"] == "speech.audio.done" and done["usage"]["output_tokens"] == 3
+    found = [(each["text"], each["start"] * speed, each["end"] * speed) for each in done["segments"]]
+    kinds = [each["type"] for each in before]
+    starts = [(each["text"], each["start"] * speed) for each in before if each["type"] == "speech.segment"]
+    for (text, start, end), (wanted, first, last), begun in zip(found, expected, starts, strict=True):
+        assert (text, start, end) == (wanted, pytest.approx(first, abs=2e-3), pytest.approx(last, abs=2e-3))
+        assert begun == (text, start)
+    assert kinds[:2] == [
+        "speech.segment",
+        "speech.segment" if audio_format == "flac" else "speech.audio.delta",
+    ]
+    clip.close()
 
 
 @pytest.fixture(params=["wav", "flac", "pcm16"])

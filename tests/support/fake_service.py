@@ -57,9 +57,10 @@ TEXT_ONLY = replace(
 
 
 def patch(index: int) -> AudioDelta:
-    """A tone whose pitch depends on the index."""
+    """A tone whose pitch depends on the index; a segment."""
     time = np.arange(PATCH_SAMPLES, dtype=np.float32) / SAMPLE_RATE
-    return AudioDelta(samples=(0.3 * np.sin(2 * math.pi * (220 * (index + 1)) * time)).astype(np.float32))
+    samples = (0.3 * np.sin(2 * math.pi * (220 * (index + 1)) * time)).astype(np.float32)
+    return AudioDelta(samples=samples, is_segment_end=True, segment_text=f"Tone {index}.")
 
 
 @cache

@@ -27,7 +27,8 @@ def _chat(parts: list[dict[str, Any]], **fields: Any) -> Request:
 
 
 def _speech(text: str, **fields: Any) -> Request:
-    return Request(path="/v1/audio/speech", body={"input": text, "max_steps": 4, **fields})
+    body = {"input": text, "max_steps": 4, "response_format": "wav", "stream": False, **fields}
+    return Request(path="/v1/audio/speech", body=body)
 
 
 def _text(value: str) -> dict[str, Any]:

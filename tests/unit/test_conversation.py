@@ -53,7 +53,12 @@ def test_the_server_understands_every_request(workload: str) -> None:
     options = ServeOptions()
     if workload == "speech":
         speech = parse_speech(raw, INFO, options)
-        assert (speech.delivery, speech.audio_format, speech.speech.max_steps) == ("audio", "pcm16", 10)
+        assert (speech.delivery, speech.audio.format, speech.audio.sample_rate, speech.speech.max_steps) == (
+            "audio",
+            "pcm16",
+            44100,
+            10,
+        )
         return
     parsed = parse_chat(raw, INFO, options)
     chat = parsed.request

@@ -460,6 +460,15 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
     assert (stream.num_patches, stream.num_samples) == (3, 30)
 
 
+def test_the_first_patch_of_a_segment_has_its_text() -> None:
+    stream, _, _ = speech_stream(["One.", "Two."])
+    ends = [False, True, True, True]
+    stream.enqueue(["Three."])
+    patches = [stream.consume(patch(is_segment_end=is_end)) for is_end in ends]
+    assert [each.segment_text for each in patches] == ["One.", None, "Two.", "Three."]
+    assert [each.is_segment_end for each in patches] == ends
+
+
 def test_the_first_segment_is_timed_once() -> None:
     stream, _, _ = speech_stream(["One."])
     first = stream.first_segment_at

@@ -127,6 +127,8 @@ class SpeechStream:
         self._limit = max_pending_patches
         self._num_segments = 0
         self._num_ended = 0
+        self._texts: deque[str] = deque()  # of the segments that have not begun
+        self._has_begun = False  # whether some but not all patches of a segment are consumed
         self.num_patches = 0
         self.num_samples = 0
         self.prompt_tokens = 0
@@ -151,12 +153,13 @@ class SpeechStream:
         for text in texts:
             segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
             self._num_segments += 1
+            self._texts.append(text)
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
 
-    def consume(self, patch: AudioDelta) -> None:
-        """Count a patch that was taken from the request's stream and is sent now."""
+    def consume(self, patch: AudioDelta) -> AudioDelta:
+        """Count a patch that was taken from the request's stream and is sent now. Returns it with its text."""
         if not self.num_patches:
             self._loop.begin_playback(self._stream)
         self.num_patches += 1
@@ -165,6 +168,8 @@ class SpeechStream:
         self._num_ended += patch.is_segment_end
         if self._request_stream.resumes_below(self._limit):
             self._loop.wake()
+        has_begun, self._has_begun = self._has_begun, not patch.is_segment_end
+        return patch if has_begun else replace(patch, segment_text=self._texts.popleft())
 
     def close(self) -> None:
         self._loop.cancel(self._stream)
@@ -224,8 +229,7 @@ class ChatOutputProcessor:
             case AudioDelta() if self._speech_stream is not None:
                 self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
                 self._timings.mark("first_audio")
-                self._speech_stream.consume(item)
-                events.append(item)
+                events.append(self._speech_stream.consume(item))
         if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
             events.append(self._done())
         return events
@@ -368,8 +372,7 @@ class SpeechOutputProcessor:
             raise WorkerError(f"a speech request received {type(item).__name__}")
         self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
         self._timings.mark("first_audio")
-        self._speech_stream.consume(item)
-        events: list[Event] = [item]
+        events: list[Event] = [self._speech_stream.consume(item)]
         if self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")

@@ -7,21 +7,25 @@ budget bounds the bytes of all answers.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import CapacityError
-from mingc.server.audio_format import AudioSpec, ClipFile, to_pcm16, wav_header
+from mingc.server.audio_format import AudioSpec, ClipEncoder, ClipFile
 from mingc.server.key_limits import SECONDS_PER_BYTE
 from mingc.server.metrics import Metrics
 
 log = logging.getLogger("mingc.http")
+_T = TypeVar("_T")
 
 _IN_MEMORY_BYTES = 256 << 10  # of a kept clip, and as much that waits to be written
 _PART_BYTES = 192 << 10  # of a kept clip that are read and sent at once; a multiple of 3, for base64
@@ -42,7 +46,7 @@ class AnswerBudget:
         Raises: CapacityError if the clips of all requests would be too large.
         """
         seconds = 0.0 if text is None else len(text.encode()) * SECONDS_PER_BYTE
-        expected = int(seconds * spec.sample_rate) * 2 + _IN_MEMORY_BYTES
+        expected = spec.most_bytes(int(seconds * spec.speech_rate)) + _IN_MEMORY_BYTES
         reserved = min(expected, self._limit)  # alone, it may be too large only when that is certain
         self._take(reserved)
 
@@ -69,21 +73,65 @@ class AnswerBudget:
         self._used += num_bytes
 
 
+class _EncoderThread:
+    """Runs the encoder of one clip, one call at a time, on a thread that all clips share.
+
+    A request that is cancelled does not wait for its running call: `close` frees the encoder when that has ended.
+    """
+
+    # Beside the threads of asyncio, so that encoders do not delay what waits for those.
+    _threads = ThreadPoolExecutor(thread_name_prefix="mingc-encode")
+
+    def __init__(self) -> None:
+        self._last: Future[Any] | None = None
+
+    async def run(self, call: Callable[[], _T]) -> _T:
+        context = contextvars.copy_context()  # logs have the id of the request
+        self._last = last = self._threads.submit(lambda: context.run(call))
+        return await asyncio.wrap_future(last)
+
+    def close(self, free: Callable[[], None]) -> None:
+        """Call `free` after the last call."""
+        if self._last is None:
+            free()
+        else:
+            self._last.add_done_callback(lambda _: free())
+
+
 class LiveClip:
-    """WAV or raw PCM that is sent as it is generated. The header is sent with the first samples."""
+    """A clip that is sent as it is generated. A header is sent with the first samples. Encoders run on a thread."""
 
     def __init__(self, spec: AudioSpec) -> None:
-        self._header = wav_header(spec.sample_rate, None) if spec.format == "wav" else b""
+        self._spec = spec
+        self._encoder: ClipEncoder | None = None
+        self._thread = _EncoderThread()
 
     async def add(self, samples: NDArray[np.float32]) -> bytes:
         """Add (n,) float32 mono samples; returns the bytes that can be sent now."""
-        header, self._header = self._header, b""
-        return header + to_pcm16(samples).tobytes()
+        return await self._run(samples, is_last=False)
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The bytes that remain after the last samples."""
-        if self._header:
-            yield self._header
+        if rest := await self._run(np.empty(0, np.float32), is_last=True):
+            yield rest
+
+    def close(self) -> None:
+        """Drop the clip."""
+        self._thread.close(self._free)
+
+    async def _run(self, samples: NDArray[np.float32], *, is_last: bool) -> bytes:
+        if self._spec.is_quick:
+            return self._encode(samples, is_last=is_last)
+        return await self._thread.run(partial(self._encode, samples, is_last=is_last))
+
+    def _encode(self, samples: NDArray[np.float32], *, is_last: bool) -> bytes:
+        if self._encoder is None:  # on the thread, because the first one loads FFmpeg
+            self._encoder = ClipEncoder(self._spec)
+        return self._encoder.add(samples, is_last=is_last)
+
+    def _free(self) -> None:
+        if self._encoder is not None:
+            self._encoder.close()
 
 
 class KeptClip:
@@ -93,56 +141,66 @@ class KeptClip:
     """
 
     def __init__(self, spec: AudioSpec, grow: Callable[[int], None]) -> None:
+        self._spec = spec
         # Closed by `close`; a file on disk from `max_size` on.
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115
-        self._clip = ClipFile(spec, self._file)
+        self._clip: ClipFile | None = None
         self._grow = grow
-        self._num_bytes = 0  # of 16-bit samples
+        self._num_samples = 0
         self._total: int | None = None  # bytes of the complete clip
-        self._pending: list[NDArray[np.int16]] = []
+        self._pending: list[NDArray[np.float32]] = []
         self._pending_bytes = 0
-        self._lock = threading.Lock()  # held while a thread uses the file
+        self._thread = _EncoderThread()
 
     async def add(self, samples: NDArray[np.float32]) -> bytes:
         """Add (n,) float32 mono samples. Returns nothing to send. Raises: CapacityError when there is no room."""
-        pcm = to_pcm16(samples)
-        self._num_bytes += pcm.nbytes
-        self._grow(self._num_bytes)
-        self._pending.append(pcm)
-        self._pending_bytes += pcm.nbytes
+        self._num_samples += len(samples)
+        self._grow(self._spec.most_bytes(self._num_samples))
+        self._pending.append(samples)
+        self._pending_bytes += samples.nbytes
         if self._pending_bytes >= _IN_MEMORY_BYTES:
-            await asyncio.to_thread(self._write)
+            await self._thread.run(self._write)
         return b""
 
     async def finish(self) -> int:
         """Complete the clip. Returns its bytes, which `rest` reads."""
         if self._total is None:
-            self._total = await asyncio.to_thread(self._finish)
+            self._total = await self._thread.run(self._finish)
         return self._total
 
     async def rest(self) -> AsyncIterator[bytes]:
         """The whole clip, in parts."""
         left = await self.finish()
         while left > 0:
-            part = await asyncio.to_thread(self._file.read, _PART_BYTES)
+            part = await self._thread.run(partial(self._file.read, _PART_BYTES))
             left -= len(part)
             yield part
 
     def close(self) -> None:
         """Drop the clip."""
-        with self._lock:
-            self._clip.close()
+        self._thread.close(self._free)
 
-    def _write(self) -> None:
-        with self._lock, _needing_space():
+    def _write(self) -> ClipFile:
+        with _needing_space():
+            if self._clip is None:  # on the thread, because the first one loads FFmpeg
+                self._clip = ClipFile(self._spec, self._file)
             pending, self._pending, self._pending_bytes = self._pending, [], 0
-            if pending and not self._file.closed:  # the client may have left
+            if pending:
                 self._clip.add(np.concatenate(pending))
+            return self._clip
 
     def _finish(self) -> int:
-        self._write()
-        with self._lock, _needing_space():
-            return 0 if self._file.closed else self._clip.finish()
+        clip = self._write()
+        with _needing_space():
+            return clip.finish()
+
+    def _free(self) -> None:
+        try:
+            if self._clip is not None:
+                self._clip.close()
+        except OSError as error:  # its encoder writes a last packet
+            log.debug("a dropped clip could not be completed: %s", error.strerror)
+        self._file.close()
 
 
 @contextmanager

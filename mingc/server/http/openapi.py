@@ -77,7 +77,8 @@ def openapi_document() -> bytes:
 
 def _paths() -> Json:
     chat, text = ({**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion))
-    speech: Json = {name: {} for name in ("audio/wav", "audio/pcm", "audio/flac", "text/event-stream")}
+    kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm")
+    speech: Json = {name: {} for name in (*(f"audio/{kind}" for kind in kinds), "text/event-stream")}
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {"post": _generation("Answer a conversation.", CHAT_BODY, chat)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
@@ -22,7 +22,7 @@ from mingc.runtime.request import (
     ServiceInfo,
     SpeechParams,
 )
-from mingc.server.audio_format import AudioFormat, AudioSpec
+from mingc.server.audio_format import RATES, AudioFormat, AudioSpec, default_rate
 from mingc.server.http.body import decode_body, decode_small
 from mingc.server.http.constraints import parse_constraint
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
@@ -76,13 +76,18 @@ ParsedCompletion = ParsedText[CompletionRequest]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedSpeech:
-    """A parsed speech request. `delivery`: one body with its length, raw chunks, or server-sent events."""
+    """A parsed speech request.
+
+    `delivery`: one body with its length, raw chunks, or server-sent events; `has_segments`: these have the times of
+    segments.
+    """
 
     text: str
-    speech: SpeechParams = field(default_factory=SpeechParams)
-    audio_format: AudioFormat = "wav"
-    delivery: Delivery = "whole"
-    priority: int = 0
+    speech: SpeechParams
+    audio: AudioSpec
+    delivery: Delivery
+    has_segments: bool
+    priority: int
 
 
 def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedChat:
@@ -229,11 +234,19 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
     if not body.input.strip():
         raise invalid("input", "is empty: there is nothing to speak")
     _refuse_all(body, SPEECH_REFUSED)
+    speech = _speech_params(body, info, options, "")
+    if speech.speech_lead is None and body.stream is None and body.stream_format is None:
+        # Whether somebody listens or saves a file is not known: first as early as for a listener, then unpaced.
+        speech = replace(speech, speech_lead=0)
+    delivery = _delivery(body)
     return ParsedSpeech(
         text=body.input,
-        speech=_speech_params(body, info, options, ""),
-        audio_format="pcm16" if body.response_format == "pcm" else body.response_format or "wav",
-        delivery=_delivery(body),
+        speech=speech,
+        audio=_audio_spec(
+            body, "pcm16" if body.response_format == "pcm" else body.response_format or "mp3", info, ""
+        ),
+        delivery=delivery,
+        has_segments=_has_segments(body, delivery),
         priority=as_integer(body.priority, "priority") or 0,
     )
 
@@ -288,7 +301,7 @@ def _refuse(
 def _audio(
     body: ChatBody, info: ServiceInfo, options: ServeOptions
 ) -> tuple[AudioSpec | None, SpeechParams | None]:
-    """Audio format and speech parameters from `modalities` and `audio`; None when no audio is requested."""
+    """Audio and speech parameters from `modalities` and `audio`; None when no audio is requested."""
     if body.modalities == []:
         raise invalid("modalities", "is empty, but an answer has at least text: send ['text']")
     modalities = body.modalities or ["text"]
@@ -316,38 +329,54 @@ def _audio(
             )
         return None, None
     audio = audio or ChatAudio()
-    spec = AudioSpec(format=audio.format or "wav", sample_rate=info.sample_rate)
+    spec = _audio_spec(audio, audio.format or "wav", info, "audio.")
     return spec, _speech_params(audio, info, options, "audio.")
+
+
+def _audio_spec(fields: SpeechFields, audio_format: AudioFormat, info: ServiceInfo, prefix: str) -> AudioSpec:
+    """Format, rate and tempo of the clip."""
+    rate = as_integer(fields.sample_rate, f"{prefix}sample_rate")
+    rates = RATES.get(audio_format)
+    if rate is not None and rates is not None and rate not in rates:
+        *others, last = map(str, rates)
+        why = f"is {rate}, but {audio_format} has {', '.join(others)} and {last} only"
+        raise invalid(f"{prefix}sample_rate", why)
+    return AudioSpec(
+        format=audio_format,
+        sample_rate=rate or default_rate(audio_format, info.sample_rate),
+        source_rate=info.sample_rate,
+        speed=1.0 if fields.speed is None else fields.speed,
+    )
 
 
 def _speech_params(
     fields: SpeechFields, info: ServiceInfo, options: ServeOptions, prefix: str
 ) -> SpeechParams:
     """Speech parameters; `prefix` is the path of `fields` in error messages."""
-    natural = "speech is generated at its natural speed: use 'instructions'"
-    _refuse(fields, "speed", natural, unless=(1,), prefix=prefix)
-    rate = f"audio is generated at {info.sample_rate} Hz"
-    _refuse(fields, "sample_rate", rate, unless=(info.sample_rate,), prefix=prefix)
     instructions = fields.instructions
     if instructions is not None and len(instructions) > options.max_instructions_characters:
         raise too_long(f"{prefix}instructions", options.max_instructions_characters)
     return SpeechParams(
-        voice=_voice(fields, info, f"{prefix}voice"),
+        voice=_voice(fields, info, options, f"{prefix}voice"),
         instructions=instructions if instructions and instructions.strip() else None,
         seed=_seed(fields.seed, f"{prefix}seed"),
         max_steps=_alias(fields, "max_steps", "max_new_tokens", prefix),
         guidance=fields.guidance,
         sigma=fields.sigma,
         temperature=fields.temperature,
-        speech_lead=as_integer(fields.speech_lead, f"{prefix}speech_lead"),
+        # Pacing counts playback at speed 1.
+        speech_lead=0
+        if (fields.speed or 1.0) > 1.0
+        else as_integer(fields.speech_lead, f"{prefix}speech_lead"),
     )
 
 
-def _voice(fields: SpeechFields, info: ServiceInfo, param: str) -> str | None:
-    """Read `voice`: a name, or OpenAI's `{"id": name}`."""
+def _voice(fields: SpeechFields, info: ServiceInfo, options: ServeOptions, param: str) -> str | None:
+    """Read `voice`: a name, an alias, or OpenAI's `{"id": name}`."""
     if fields.voice is None:
         return info.default_voice
     name = fields.voice if isinstance(fields.voice, str) else fields.voice.id
+    name = options.aliases_of_voices.get(name, name)
     if name not in info.voices:
         voices = ", ".join(info.voices) or "none"
         raise RequestError(
@@ -468,7 +497,23 @@ def _video(body: ChatBody) -> VideoParams:
 
 
 def _delivery(body: SpeechBody) -> Delivery:
-    """`stream_format` requests a stream (OpenAI's way), and so does `stream: true` (other servers' way)."""
+    """A stream of chunks, as with OpenAI, unless `stream` is false (other servers' way)."""
     if body.stream is False and body.stream_format is not None:
         raise invalid("stream", f"is false, but 'stream_format' requests a stream ('{body.stream_format}')")
-    return body.stream_format or ("audio" if body.stream else "whole")
+    is_default = body.stream is None and body.response_format != "flac"  # which is sent at its end anyway
+    return body.stream_format or ("audio" if body.stream or is_default else "whole")
+
+
+def _has_segments(body: SpeechBody, delivery: Delivery) -> bool:
+    name = "timestamp_granularities"
+    kinds = body.timestamp_granularities or []
+    for index, kind in enumerate(kinds):
+        if kind != "segment":
+            raise RequestError(
+                f"The times of {shorten(kind)} are not known: use ['segment'].",
+                param=f"{name}[{index}]",
+                code="unsupported_value",
+            )
+    if kinds and delivery != "sse":
+        raise invalid(name, "needs 'stream_format': 'sse', because times are sent as events")
+    return bool(kinds)

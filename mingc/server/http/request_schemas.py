@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Raw, Struct, defstruct, field, json
 
+from mingc.server.audio_format import MAX_RATE, MIN_RATE, AudioFormat
 from mingc.server.http.body import MediaString
 
 MAX_MESSAGES = 4096
@@ -55,6 +56,11 @@ _SPEECH_LEAD = Meta(
     description="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit. The default is the "
     "server's --speech-lead.",
 )
+_SAMPLE_RATE = Meta(
+    ge=MIN_RATE,
+    le=MAX_RATE,
+    description="Hz of the clip; by default the model's, and 24000 for raw PCM. Of mp3, aac and opus only some.",
+)
 _TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
 _NUM_ANSWERS = Meta(ge=1, le=MAX_ANSWERS)
 _TOP_LOGPROBS = Meta(ge=0, le=MAX_TOP_LOGPROBS)
@@ -77,7 +83,7 @@ StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
 JsonSchema = dict[str, Any] | bool
 MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
-_FORMAT_HINT = Meta(description="mp3, opus and aac are not encoded; wav is the default.")
+SampleRate = Annotated[int, _SAMPLE_RATE] | Annotated[float, _SAMPLE_RATE]
 
 
 class TextContent(Struct, tag_field="type", tag="text"):
@@ -217,13 +223,14 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     sigma: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     speech_lead: SpeechLead | None = None
-    # fields of other APIs, refused unless their value requests nothing (`parsing`)
-    speed: Raw = _ABSENT
-    sample_rate: Raw = _ABSENT
+    speed: Annotated[float, Meta(ge=0.25, le=4.0)] | None = None
+    sample_rate: SampleRate | None = None
 
 
 class ChatAudio(SpeechFields, kw_only=True):
-    format: Annotated[Literal["wav", "pcm16", "flac"], _FORMAT_HINT] | None = None
+    """`format`: `wav` by default."""
+
+    format: AudioFormat | None = None
 
 
 ToolName = Annotated[str, Meta(max_length=MAX_TOOL_NAME)]
@@ -415,13 +422,18 @@ class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SpeechBody(SpeechFields, kw_only=True):
-    """Fields of `POST /v1/audio/speech` that change the answer; `SPEECH_BODY` has all."""
+    """Fields of `POST /v1/audio/speech` that change the answer; `SPEECH_BODY` has all.
+
+    `response_format`: `mp3` by default. `stream: false` requests one body with its length. `timestamp_granularities`:
+    times among the events of `stream_format: "sse"`.
+    """
 
     model: str | None = None
     input: str | None = None
-    response_format: Annotated[Literal["wav", "pcm", "flac"], _FORMAT_HINT] | None = None
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
+    timestamp_granularities: Annotated[list[str], Meta(max_length=8)] | None = None
     priority: Priority | None = None
 
 
@@ -521,10 +533,12 @@ _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(
     (
         "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
-        "initial_codec_chunk_frames", "extra_params", "word_timestamps",
+        "initial_codec_chunk_frames", "extra_params",
     ),
     _NO_INPUT,
-)  # fmt: skip
+) | {
+    "word_timestamps": ("the times of words are not known; use 'timestamp_granularities': ['segment']", (False,)),
+}  # fmt: skip
 # Fields that change no answer.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",

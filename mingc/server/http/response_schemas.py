@@ -54,8 +54,11 @@ class ModelList(Struct, tag_field="object", tag="list", forbid_unknown_fields=Tr
 
 
 class VoiceList(Struct, tag_field="object", tag="list", forbid_unknown_fields=True):
+    """`aliases`: further names of voices (`--voice-alias`)."""
+
     voices: list[str]
     default: str | None
+    aliases: dict[str, str]
 
 
 class ReadyResponse(Struct, forbid_unknown_fields=True):
@@ -266,6 +269,21 @@ class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
     audio: str
 
 
+class SpeechSegment(Struct, tag_field="type", tag="speech.segment", kw_only=True):
+    """A segment begins `start` seconds after the clip; `text`: what is said, numbers as words."""
+
+    text: str
+    start: float
+
+
+class SegmentTime(Struct, kw_only=True):
+    """When a segment is heard, in seconds of the clip."""
+
+    text: str
+    start: float
+    end: float
+
+
 class SpeechUsage(Struct, kw_only=True):
     """OpenAI's usage of a speech request; output tokens are audio patches."""
 
@@ -277,6 +295,7 @@ class SpeechUsage(Struct, kw_only=True):
 
 class SpeechDone(Struct, tag_field="type", tag="speech.audio.done"):
     usage: SpeechUsage
+    segments: list[SegmentTime] | UnsetType = UNSET
 
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -336,14 +355,15 @@ def chat_usage(usage: Usage) -> ChatUsage:
     )
 
 
-def speech_done(usage: Usage) -> SpeechDone:
+def speech_done(usage: Usage, segments: list[SegmentTime] | None = None) -> SpeechDone:
     return SpeechDone(
-        SpeechUsage(
+        segments=UNSET if segments is None else segments,
+        usage=SpeechUsage(
             input_tokens=usage.prompt_tokens,
             output_tokens=usage.audio_patches,
             total_tokens=usage.prompt_tokens + usage.audio_patches,
             audio_seconds=usage.audio_seconds,
-        )
+        ),
     )
 
 

@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ from mingc.server.http.streaming import (
     JSON,
     SSE,
     ResponseWriter,
+    SegmentTimes,
     chat_chunks,
     chat_completion,
     completion,
@@ -91,7 +92,7 @@ class HttpState:
         self, spec: AudioSpec, text: str | None = None
     ) -> AbstractContextManager[LiveClip] | AbstractContextManager[KeptClip]:
         """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
-        return nullcontext(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
+        return closing(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
 
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
@@ -300,11 +301,10 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     """`POST /v1/audio/speech`."""
     server = state.server
     timer = server.metrics.timer()
-    info = server.service.info
     parsed = await state.parse(parse_speech, body.take())
     body.key.add_speech(parsed.text)
     body.charge.set(0)
-    audio = AudioSpec(format=parsed.audio_format, sample_rate=info.sample_rate)
+    audio = parsed.audio
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}",
         text=parsed.text,
@@ -323,7 +323,8 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
             if parsed.delivery == "audio":
                 await response.send_stream(audio.content_type, speech_parts(events, clip))
             else:
-                await response.send_stream(SSE, speech_events(events, clip))
+                times = SegmentTimes(audio) if parsed.has_segments else None
+                await response.send_stream(SSE, speech_events(events, clip, times))
 
 
 HANDLERS: dict[str, Handler] = {

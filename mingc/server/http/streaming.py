@@ -26,7 +26,7 @@ from mingc.runtime.request import (
     ToolCallFailed,
     Usage,
 )
-from mingc.server.audio_format import Base64Stream
+from mingc.server.audio_format import AudioSpec, Base64Stream
 from mingc.server.http.clips import KeptClip, LiveClip
 from mingc.server.http.logprobs import CompletionLogprobsWriter, chat_logprobs
 from mingc.server.http.response_schemas import (
@@ -37,7 +37,9 @@ from mingc.server.http.response_schemas import (
     CompletionChoice,
     CompletionResponseBuilder,
     Delta,
+    SegmentTime,
     SpeechDelta,
+    SpeechSegment,
     speech_done,
     sse,
 )
@@ -295,15 +297,44 @@ async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterato
         yield data
 
 
-async def speech_events(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
-    """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage."""
+class SegmentTimes:
+    """When the segments of a speech are heard, in seconds of its clip."""
+
+    def __init__(self, audio: AudioSpec) -> None:
+        self._samples_per_second = audio.speech_rate * audio.speed
+        self._num_samples = 0
+        self.segments: list[SegmentTime] = []
+
+    def add(self, patch: AudioDelta) -> SpeechSegment | None:
+        """Count a patch. Returns the segment that begins with it."""
+        start = self._seconds
+        self._num_samples += len(patch.samples)
+        if patch.segment_text is not None:
+            self.segments.append(SegmentTime(text=patch.segment_text, start=start, end=start))
+        self.segments[-1].end = self._seconds
+        return None if patch.segment_text is None else SpeechSegment(text=patch.segment_text, start=start)
+
+    @property
+    def _seconds(self) -> float:
+        return round(self._num_samples / self._samples_per_second, 3)
+
+
+async def speech_events(
+    events: AsyncIterator[Event], clip: Clip, times: SegmentTimes | None = None
+) -> AsyncIterator[bytes]:
+    """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage.
+
+    With `times`, `speech.segment` comes before the sound of every segment, and the end has the times of all.
+    """
     encoder = _ClipEncoder(clip)
     async for event in _until_done(events):
         if isinstance(event, AudioDelta | Done):
+            if times is not None and isinstance(event, AudioDelta) and (segment := times.add(event)):
+                yield sse(segment)
             async for data in encoder.encode(event):
                 yield sse(SpeechDelta(data))
         if isinstance(event, Done):
-            yield sse(speech_done(event.usage))
+            yield sse(speech_done(event.usage, None if times is None else times.segments))
 
 
 class _ClipEncoder:
