@@ -19,8 +19,8 @@ class TokenItem:
     """One token of an answer; `token` is None when a stop token ended the answer. The last item has `finish`.
 
     `reused_tokens`: how many tokens of the prompt the prefix cache held. `begun_at`: when the prefill began
-    (`time.perf_counter`). `logprobs`: of the token, if the request asked for them. `answer`: the number of the answer, if
-    a request has several.
+    (`time.perf_counter`). `logprobs`: of the token, if the request asked for them. `answer`: the number of the answer,
+    if a request has several.
     """
 
     token: int | None
