@@ -291,9 +291,9 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
-    and slots at the next step. They raise RequestError before the first event when the request cannot be served,
-    CapacityError when queues are full, WorkerError when an engine fails.
+    `chat`, `speech` and `stream_speech` yield events until `Done`; closing the iterator cancels the request, which
+    frees its pages and slots at the next step. They raise RequestError before the first event when the request cannot
+    be served, CapacityError when queues are full, WorkerError when an engine fails.
     """
 
     @property
@@ -317,6 +317,17 @@ class Service(Protocol):
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
+
+    def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncIterator[Event]:
+        """Like `speech`, of a text that is still being written: `deltas`, not the text of `request`.
+
+        The speech depends on the whole text alone, not on where it is cut. `starts_early`: the first segment may end
+        with a clause; otherwise the speech is that of `speech` by the natural rules. An error of `deltas` ends the
+        request.
+        """
+        ...
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """Refuse new requests, let running ones continue for `shutdown_timeout_s`, then fail them with WorkerError.

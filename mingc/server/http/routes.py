@@ -20,8 +20,9 @@ from starlette.types import Message, Receive, Scope, Send
 from mingc.errors import CapacityError, MingcError
 from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
 from mingc.server.audio_format import AudioSpec
+from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
-from mingc.server.http.body import BodyBudget, Charge, read_body
+from mingc.server.http.body import read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
@@ -67,7 +68,7 @@ class HttpState:
         return cls(
             server=server,
             media=MediaLoader(options),
-            bodies=BodyBudget(options.max_total_body_bytes, server.metrics),
+            bodies=server.bodies,
             answers=AnswerBudget(options.max_total_answer_bytes, server.metrics),
         )
 

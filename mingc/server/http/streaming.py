@@ -117,7 +117,7 @@ async def chat_chunks(
     encoder = None if clip is None else _ClipEncoder(clip)
     has_role = has_audio = False
     transcript: list[str] = []
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if not has_role:
             yield sse(builder.role_chunk())
             has_role = True
@@ -145,7 +145,7 @@ async def speech_clip(events: AsyncIterator[Event], clip: KeptClip) -> Whole:
 
 async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Encode an audio file in parts; a WAV has an unknown length in its header."""
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta) and (data := await clip.add(event.samples)):
             yield data
     async for data in clip.rest():
@@ -155,7 +155,7 @@ async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterato
 async def speech_events(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Yield `speech.audio.delta` events, then `speech.audio.done` with the usage."""
     encoder = _ClipEncoder(clip)
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta | Done):
             async for data in encoder.encode(event):
                 yield sse(SpeechDelta(data))
@@ -183,7 +183,7 @@ class _ClipEncoder:
             yield part
 
 
-async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+async def until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     """Yield the events up to `Done`. Raises: WorkerError when it does not come."""
     async for event in events:
         yield event
@@ -195,7 +195,7 @@ async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
 async def _collect(events: AsyncIterator[Event], clip: KeptClip | None) -> tuple[str, Done]:
     """Add the speech to `clip`. Returns the text, and the end."""
     text: list[str] = []
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, TextDelta):
             text.append(event.text)
         elif isinstance(event, AudioDelta) and clip is not None:
