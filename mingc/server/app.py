@@ -80,7 +80,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             Route("/v1/chat/completions", GenerationRoute(http, handle_chat), methods=["POST"]),
             Route("/v1/audio/speech", GenerationRoute(http, handle_speech), methods=["POST"]),
             WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
-            Route(speech.PATH, _upgrade_required),
+            Route(speech.PATH, _upgrade_required, include_in_schema=False),
             *_information_routes(state),
         ],
         middleware=[
