@@ -126,8 +126,7 @@ class RemoteSpeechService:
             segments.end()
             if not segments.num_added:
                 raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
-            return
-            yield  # a generator, as `_pump` takes them
+            yield TextDone(finish_reason="stop")
 
         tasks = [
             asyncio.create_task(_pump(read_text(), merged)),
@@ -136,7 +135,8 @@ class RemoteSpeechService:
         try:
             for _ in tasks:
                 async for event in _items(merged):
-                    yield event
+                    if isinstance(event, AudioDelta):
+                        yield event
         finally:
             await _cancel(tasks)
         yield Done(

@@ -199,13 +199,13 @@ class Delivery:
         self._unsent = 0
         self._since = 0.0
 
-    def blocked_s(self, transport: asyncio.Transport, now: float, *, is_full: bool) -> float:
-        """Seconds until `now`. `is_full`: whether the connection's buffer is.
+    def blocked_s(self, transport: asyncio.Transport | None, now: float, *, is_full: bool) -> float:
+        """Seconds until `now`. `transport`: None before the connection is set up. `is_full`: whether its buffer is.
 
         Nothing is added to a full or closing connection's buffer. It shrinks only when much has been delivered (on
         Linux a third of what the kernel holds), so what the kernel has sent without an acknowledgement counts too.
         """
-        if not (is_full or transport.is_closing()):
+        if transport is None or not (is_full or transport.is_closing()):
             self._unsent = 0
             return 0.0
         unsent = transport.get_write_buffer_size() + _unacknowledged(transport)
@@ -341,9 +341,8 @@ class HttpConnection(H11Protocol):
 
     def blocked_s(self, now: float) -> float:
         """See `Delivery`."""
-        if self.transport is None:
-            return 0.0
-        return self._delivery.blocked_s(self.transport, now, is_full=self.flow.write_paused)
+        is_full = self.transport is not None and self.flow.write_paused
+        return self._delivery.blocked_s(self.transport, now, is_full=is_full)
 
     def abort(self) -> None:
         """Close, and drop buffered data."""

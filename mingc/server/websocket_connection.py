@@ -148,9 +148,10 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
 
     def handle_cont(self, event: Frame) -> None:
         # One buffer: uvicorn's list would need 60 bytes for a fragment of one byte, and memory for empty ones.
-        if not isinstance(self.frames[0], bytearray):
-            self.frames[0] = bytearray(self.frames[0])  # type: ignore[call-overload]
-        self.frames[0] += event.data
+        frames: list[Any] = self.frames
+        if not isinstance(frames[0], bytearray):
+            frames[0] = bytearray(frames[0])
+        frames[0] += event.data
         if event.fin:
             self.send_receive_event_to_app()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -25,6 +26,8 @@ from websockets.sync.client import connect as websocket
 from websockets.typing import Subprotocol
 
 from mingc.server.options import ServeOptions
+from mingc.server.state import ServerState
+from mingc.server.websocket.connection import EventSocket
 from mingc.server.websocket_connection import WebSocketConnection
 
 PATH = "/v1/audio/speech/stream"
@@ -495,6 +498,53 @@ def test_1000_connections_opened_and_dropped() -> None:
         assert metric(url, "mingc_num_requests_running") == 0 and metric(url, "mingc_body_bytes") == 0
         with connect(url) as connection:  # type: ignore[assignment]
             assert ask(connection) == "unsupported_event"  # type: ignore[arg-type]
+
+
+class _Client:
+    """The ASGI side of a client that reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.messages: list[dict[str, Any]] = []
+
+    async def send(self, message: Any) -> None:
+        await self.reads.wait()
+        self.messages.append(message)
+
+
+def test_what_waits_to_be_sent_is_bounded_and_can_be_taken_back() -> None:
+    """A producer waits; what the reader answers never waits, and has an end. No message is too large for clients."""
+    kept, dropped = "kept", "dropped"
+
+    async def run(num_answers: int) -> _Client:
+        client = _Client()
+        state = ServerState(service=FakeService(), options=ServeOptions())
+        socket = EventSocket({}, client.send, client.send, state)  # type: ignore[arg-type]
+
+        async def serve(socket: EventSocket) -> None:
+            await socket.send(b"x" * 2_000_000, kept)
+            await socket.send(b"y" * 2_000_000, dropped)
+            await socket.send(b"z" * 900_000, kept)
+            waiting = asyncio.ensure_future(socket.send(b"w", kept))
+            for _ in range(num_answers):
+                socket.put(b"a" * 800_000)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            assert socket.drop(dropped) and not socket.drop(dropped)
+            client.reads.set()
+            await waiting
+
+        await socket.run(serve)
+        return client
+
+    *sent, close = asyncio.run(run(2)).messages
+    assert all(len(each["bytes"]) < 900_001 for each in sent)
+    assert (
+        b"".join(each["bytes"] for each in sent)
+        == b"x" * 2_000_000 + b"z" * 900_000 + b"a" * 1_600_000 + b"w"
+    )
+    assert (close["type"], close["code"]) == ("websocket.close", 1000)
+    assert asyncio.run(run(9)).messages[-1]["code"] == 1008
 
 
 # Shutdown

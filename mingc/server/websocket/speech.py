@@ -277,12 +277,11 @@ class SpeechSession:
             is_live=True,
             priority=config.speech.priority,
         )
-        with ExitStack() as place:
+        with ExitStack() as place, self._state.stream(spec) as clip:
             place.enter_context(server.metrics.request_duration.labels(PATH).time())
             key = place.enter_context(server.key_limits.admit(socket.key))
             place.enter_context(server.admit())
             place.enter_context(socket.running())
-            clip = place.enter_context(self._state.stream(spec))
             total_bytes = 0
 
             async def send(data: bytes) -> None:
