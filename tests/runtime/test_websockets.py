@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -315,6 +316,28 @@ def test_hostile_frames_close_the_connection_with_a_code(data: bytes, code: int,
         assert code_of(connection) == code
     eventually(lambda: metric(url, "mingc_num_websockets") == 0)
     assert metric(url, "mingc_body_bytes") == 0 and metric(url, "mingc_num_connections") == 1
+
+
+def test_random_frames_end_in_a_code_and_leave_nothing(url: str) -> None:
+    """Frames whose bytes, lengths, bits and order are changed at random; the seed is fixed."""
+    random = Random(36)
+    events = [json.dumps(each).encode() for each in (ENDLESS, DONE, CANCEL, {"type": "session.config"})]
+    for _ in range(200):
+        data = bytearray()
+        for _ in range(random.randrange(1, 9)):
+            opcode = random.choice((TEXT, TEXT, TEXT, 0x0, BINARY, PING, PONG, CLOSE, random.randrange(16)))
+            payload = random.choice(events)[: random.choice((None, 0, 2, 20))]
+            data += frame(opcode, payload, fin=random.random() < 0.8, masked=random.random() < 0.95)
+        for _ in range(random.choice((0, 0, 1, 3))):
+            data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+        connection, _ = raw(url)
+        with connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            assert code_of(connection) in (None, 0, *range(1000, 1012), *range(3000, 5000))  # 0: no code
+    eventually(lambda: metric(url, "mingc_num_websockets") == 0)
+    assert metric(url, "mingc_num_requests_running") == 0 and metric(url, "mingc_body_bytes") == 0
+    assert metric(url, 'mingc_websockets_closed_total{code="1011"}') == 0
 
 
 def test_a_message_may_come_in_any_pieces(url: str) -> None:
