@@ -73,7 +73,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             self._wanted = count
             return read_exact(count)
 
-        self.conn.reader.read_exact = watched  # type: ignore[method-assign]
+        self.conn.reader.read_exact = watched  # type: ignore[method-assign, assignment]
         self._table = table
         self._resources = ExitStack()
         self._charge = self._resources.enter_context(bodies.charge())

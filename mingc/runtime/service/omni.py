@@ -414,9 +414,9 @@ class OmniService:
                     for event in run.accept(item):
                         yield event
             finally:
+                speech_stream.close()  # before the wait, which a second cancellation may end
                 reading.cancel()
                 await asyncio.wait((reading,))
-                speech_stream.close()
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """See `Service`. Calling it again does nothing."""

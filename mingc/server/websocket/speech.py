@@ -131,8 +131,8 @@ class SpeechSession:
                 except MingcError as error:
                     self._socket.put(error_event(error))
         finally:
-            await self._stop(self._utterances)
             self._resources.close()
+            await self._stop(self._utterances)
 
     async def _handle(self, raw: bytes) -> None:
         match decode_body(raw, ClientEvent).type:
