@@ -11,11 +11,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from mingc.errors import ServeError, WorkerError
+from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.prompts.speech_prompt import caption_instruction
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.noise import random_seed
 from mingc.runtime.request import (
+    NOTHING_TO_SPEAK,
     AudioDelta,
     ChatRequest,
     Done,
@@ -28,6 +29,7 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
     TextRequest,
+    Usage,
 )
 from mingc.text.spoken import SpeechText, SpokenText
 
@@ -126,6 +128,58 @@ class RemoteSpeechService:
         """See `Service`."""
         return self._text.tokenizer
 
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of a text that is still being written. See `Service`."""
+        spoken = SpokenText(self._max_segment_length, self._speech_text, starts_early=starts_early)
+        segments = self._segments(request.speech, request, request.speech.seed)
+        merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
+
+        async def read_text() -> AsyncGenerator[Event]:
+            async for delta in deltas:
+                segments.add(spoken.push(delta))
+            segments.add(spoken.finish())
+            segments.end()
+            if not segments.num_added:
+                raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
+            yield TextDone(finish_reason="stop")
+
+        tasks = [
+            asyncio.create_task(_pump(read_text(), merged)),
+            asyncio.create_task(_pump(segments.events(), merged)),
+        ]
+        try:
+            for _ in tasks:
+                async for event in _items(merged):
+                    if isinstance(event, AudioDelta):
+                        yield event
+        finally:
+            await _cancel(tasks)
+        yield Done(
+            finish_reason="length" if segments.was_capped else "stop",
+            usage=Usage(
+                prompt_tokens=segments.prompt_tokens,
+                audio_patches=segments.num_patches,
+                audio_seconds=segments.num_samples / self.info.sample_rate,
+            ),
+        )
+
+    def _segments(
+        self, params: SpeechParams, request: ChatRequest | SpeechRequest, seed: int | None
+    ) -> _Segments:
+        """The segments of one request. Raises: RequestError when the speech replicas would refuse `params`."""
+        caption_instruction(params.instructions or "")
+        call = SegmentCall(
+            text="",
+            index=0,
+            params=replace(params, speech_lead=0),  # a call knows the playback of its own segment only
+            seed=random_seed() if seed is None else seed,
+            is_live=request.is_live,
+            priority=request.priority,
+        )
+        return _Segments(self._speak, call)
+
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer; its speech comes from the other deployment. See `Service`."""
         events = self._text.chat(replace(request, speech=None))
@@ -136,18 +190,10 @@ class RemoteSpeechService:
     async def _spoken_chat(
         self, text: AsyncIterator[Event], request: ChatRequest, params: SpeechParams
     ) -> AsyncGenerator[Event]:
-        caption_instruction(params.instructions or "")  # raises before any text is sent
-        seed = params.seed if params.seed is not None else request.sampling.seed
         spoken = SpokenText(self._max_segment_length, self._speech_text)
-        call = SegmentCall(
-            text="",
-            index=0,
-            params=replace(params, speech_lead=0),  # a call knows the playback of its own segment only
-            seed=random_seed() if seed is None else seed,
-            is_live=request.is_live,
-            priority=request.priority,
+        segments = self._segments(
+            params, request, params.seed if params.seed is not None else request.sampling.seed
         )
-        segments = _Segments(self._speak, call)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
 
@@ -205,16 +251,18 @@ class _Segments:
         self._speak = speak
         self._call = call
         self._waiting: asyncio.Queue[SegmentCall | _End] = asyncio.Queue()
-        self._num_added = 0
+        self.num_added = 0
         self.is_ended = False
         self.num_patches = 0
         self.num_samples = 0
+        self.prompt_tokens = 0
+        self.was_capped = False
 
     def add(self, pieces: Iterable[str]) -> None:
         """Append normalised pieces of text."""
         for text in pieces:
-            self._waiting.put_nowait(replace(self._call, text=text, index=self._num_added))
-            self._num_added += 1
+            self._waiting.put_nowait(replace(self._call, text=text, index=self.num_added))
+            self.num_added += 1
 
     def end(self) -> None:
         """No segment follows."""
@@ -243,6 +291,9 @@ class _Segments:
                         self.num_patches += 1
                         self.num_samples += len(event.samples)
                         yield event
+                    elif isinstance(event, Done):
+                        self.prompt_tokens += event.usage.prompt_tokens
+                        self.was_capped |= event.finish_reason == "length"
                 places.release()
         finally:
             await _cancel(tasks)

@@ -360,9 +360,9 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `answers`, `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its
-    pages and slots at the next step. They raise RequestError before the first event when the request cannot be served,
-    CapacityError when queues are full, WorkerError when an engine fails.
+    `answers`, `chat`, `speech` and `stream_speech` yield events until `Done`; closing the iterator cancels the request,
+    which frees its pages and slots at the next step. They raise RequestError before the first event when the request
+    cannot be served, CapacityError when queues are full, WorkerError when an engine fails.
     """
 
     @property
@@ -408,6 +408,17 @@ class Service(Protocol):
         ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
+
+    def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncIterator[Event]:
+        """Like `speech`, of a text that is still being written: `deltas`, not the text of `request`.
+
+        The speech depends on the whole text alone, not on where it is cut. `starts_early`: the first segment may end
+        with a clause; otherwise the speech is that of `speech` by the natural rules. An error of `deltas` ends the
+        request.
+        """
+        ...
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """Refuse new requests, let running ones continue for `shutdown_timeout_s`, then fail them with WorkerError.

@@ -32,6 +32,11 @@ class TokenItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextEndItem:
+    """The text to speak has ended; all its segments are queued."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FailedItem:
     """The request has failed; no item follows."""
 
@@ -42,7 +47,7 @@ class FailedItem:
 MAX_UNREAD_BYTES = 256 << 20
 _FAIR_PATCHES = 4
 
-Item = TokenItem | AudioDelta | FailedItem
+Item = TokenItem | AudioDelta | TextEndItem | FailedItem
 
 
 class EventQueue:

@@ -19,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Scope
 
 from mingc import __version__
@@ -95,7 +95,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = self._counter(
             "http_requests",
-            "HTTP requests by route and status; status 499: the client disconnected before an answer.",
+            "HTTP requests by route and status; 499: the client disconnected before an answer; 101: a WebSocket that "
+            "has ended.",
             "route",
             "status",
         )
@@ -182,9 +183,17 @@ class Metrics:
         self.connections = self._gauge("num_connections", "Open connections.")
         self.connections_closed = self._counter(
             "connections_closed",
-            "Connections that the server closed early: header_timeout, write_timeout (the client does not read), "
-            "evicted (the longest waiting one, for a new one), refused (--max-connections), no_descriptor.",
+            "Connections that the server closed early: header_timeout, body_timeout (of a message of a WebSocket), "
+            "write_timeout (the client does not read), evicted (the longest waiting one, for a new one), refused "
+            "(--max-connections), no_descriptor.",
             "reason",
+        )
+        self.websockets = self._gauge("num_websockets", "Open WebSockets.")
+        self.websockets_closed = self._counter(
+            "websockets_closed",
+            "WebSockets that have ended, by close code (RFC 6455 §7.4): 1000 in order, 1005 without a code, 1006 the "
+            "connection broke off, 1008 a limit, 1011 a bug or no pong, 1012 the server stops; `other`.",
+            "code",
         )
         self._limits: dict[str, Callable[[], tuple[int, int]]] = {}
         self._limit_used = self._gauge(
@@ -371,6 +380,6 @@ def route_of(scope: Scope) -> str:
     """Find the path pattern of the route that matches a request."""
     app: Starlette = scope["app"]
     for route in app.routes:
-        if isinstance(route, Route) and route.path_regex.match(scope["path"]):
+        if isinstance(route, Route | WebSocketRoute) and route.path_regex.match(scope["path"]):
             return route.path
     return "unmatched"

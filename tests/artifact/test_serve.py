@@ -77,7 +77,8 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     with serving(eager_artifact, "--speech-lead", 0) as running:
 
         def run(*words: str) -> str:
-            command = [word.replace("http://127.0.0.1:8000", running.url) for word in words]
+            address = running.url.removeprefix("http://")
+            command = [word.replace("127.0.0.1:8000", address) for word in words]
             done = subprocess.run(
                 command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
             )
@@ -98,7 +99,7 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     assert len(played) == 2
     for path in (*played, *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", *voices))):
         checks.check_wav(path.read_bytes())
-    for path in (tmp_path / "answer.pcm", *tmp_path.glob("aplay.*")):
+    for path in (tmp_path / "answer.pcm", tmp_path / "spoken.pcm", *tmp_path.glob("aplay.*")):
         assert path.stat().st_size > 0 and path.stat().st_size % 7680 == 0  # 0.16 s each, at 24 kHz
 
 

@@ -281,7 +281,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
     ),
-    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.websocket": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.app": (
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.server",
+        "mingc.server.http",
+        "mingc.server.websocket",
+    ),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",

@@ -869,3 +869,28 @@ def test_tokens_that_stand_for_media_are_refused() -> None:
         with pytest.raises(RequestError, match="part of an image, video or clip") as caught:
             several(make_service(), request)
         assert caught.value.param == "prompt[1]"
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_speech_whose_closing_is_cancelled_holds_nothing(num_turns: int) -> None:
+    """A client may leave while the speech of its text is being closed."""
+    service = make_service(has_thinker=False)
+
+    async def deltas() -> AsyncIterator[str]:
+        yield "These are words enough, and "
+        await asyncio.sleep(60)
+
+    async def work() -> None:
+        before = service_resources(service, asyncio.get_running_loop())
+        events = service.stream_speech(speech_request(""), deltas())
+        await anext(events)
+        closing = asyncio.create_task(events.aclose())  # type: ignore[arg-type]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        if num_turns == 0:  # it had not begun
+            await events.aclose()
+        await wait_until_free(service, before)
+
+    run(service, work())

@@ -176,6 +176,13 @@ class FakeService:
         async for event in self._run(request.request_id, request.text, [], spoken=True):
             yield event
 
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncIterator[Event]:
+        request = replace(request, text="".join([delta async for delta in deltas]))
+        async for event in self.speech(request):
+            yield event
+
     async def close(self, *, shutdown_timeout_s: float) -> None:
         self.shutdown_timeouts.append(shutdown_timeout_s)
         loop = asyncio.get_running_loop()

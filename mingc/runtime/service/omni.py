@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -37,7 +37,7 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextRequest,
 )
-from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
+from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TextEndItem, TokenItem
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
@@ -53,6 +53,7 @@ from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
+_SPOKEN_INLINE = 1000  # characters of a text that are read faster than they are handed to a thread
 
 _T = TypeVar("_T")
 
@@ -468,6 +469,68 @@ class OmniService:
                         yield event
             finally:
                 speech_stream.close()
+
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of a text that is still being written. See `Service`."""
+        timings = Timings()
+        speech = self._speech_pipeline()
+        spoken = SpokenText(speech.max_segment_length, speech.speech_text, starts_early=starts_early)
+        with self._begin(is_chat=False) as stream:
+            speech_stream = self._open_speech_stream(
+                speech,
+                request.speech,
+                stream,
+                request.speech.seed,
+                None,
+                is_live=request.is_live,
+                priority=request.priority,
+                recorder=None,
+            )
+
+            failure: Exception | None = None
+
+            async def read() -> None:
+                """Queue the segments."""
+                nonlocal failure
+                unread = 0  # characters, at most, from which no segment has come yet
+                try:
+                    async for delta in deltas:
+                        unread += len(delta)
+                        before = speech_stream.num_segments
+                        await speak(spoken.push(delta), unread)
+                        if speech_stream.num_segments > before:
+                            unread = 0
+                    await speak(spoken.finish(), unread)
+                    if not speech_stream.num_segments:
+                        raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
+                    stream.put(TextEndItem())
+                except Exception as error:
+                    failure = error
+                    stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
+
+            async def speak(pieces: Iterable[str], num_characters: int) -> None:
+                if num_characters <= _SPOKEN_INLINE:
+                    speech_stream.enqueue(pieces)
+                else:
+                    await self._offload(lambda: speech_stream.enqueue(pieces))
+
+            reading = asyncio.ensure_future(read())
+            try:
+                run = SpeechOutputProcessor(
+                    speech_stream, sample_rate=self.info.sample_rate, timings=timings, is_text_done=False
+                )
+                while not run.is_done:
+                    item = await stream.get()
+                    if failure is not None:
+                        raise failure
+                    for event in run.accept(item):
+                        yield event
+            finally:
+                speech_stream.close()  # before the wait, which a second cancellation may end
+                reading.cancel()
+                await asyncio.wait((reading,))
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """See `Service`. Calling it again does nothing."""

@@ -27,7 +27,7 @@ from mingc.runtime.request import (
     TokenLogprobs,
     Usage,
 )
-from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
+from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TextEndItem, TokenItem
 from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
@@ -125,7 +125,7 @@ class SpeechStream:
         self._noise = noise
         self._request_stream = stream
         self._limit = max_pending_patches
-        self._num_segments = 0
+        self.num_segments = 0
         self._num_ended = 0
         self._texts: deque[str] = deque()  # of the segments that have not begun
         self._has_begun = False  # whether some but not all patches of a segment are consumed
@@ -146,13 +146,13 @@ class SpeechStream:
     @property
     def is_finished(self) -> bool:
         """Whether all enqueued segments have been generated."""
-        return self._num_ended == self._num_segments
+        return self._num_ended == self.num_segments
 
     def enqueue(self, texts: Iterable[str]) -> None:
         """Queue normalised pieces of text after the segments already queued."""
         for text in texts:
-            segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
-            self._num_segments += 1
+            segment = self._planner.segment(text, self.num_segments, self._params, self._noise)
+            self.num_segments += 1
             self._texts.append(text)
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
@@ -356,24 +356,33 @@ class ChatOutputProcessor:
 
 
 class SpeechOutputProcessor:
-    """Events of one speech request, whose segments are all queued at the start."""
+    """Events of one speech request. Its segments are all queued at the start, or until a `TextEndItem`."""
 
-    def __init__(self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings) -> None:
+    def __init__(
+        self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings, is_text_done: bool = True
+    ) -> None:
         self._speech_stream = speech_stream
         self._sample_rate = sample_rate
         self._timings = timings
+        self._is_text_done = is_text_done
         self.is_done = False
 
     def accept(self, item: Item) -> list[Event]:
         """See `ChatOutputProcessor.accept`."""
-        if isinstance(item, FailedItem):
-            raise item.error
-        if not isinstance(item, AudioDelta):
-            raise WorkerError(f"a speech request received {type(item).__name__}")
-        self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
-        self._timings.mark("first_audio")
-        events: list[Event] = [self._speech_stream.consume(item)]
-        if self._speech_stream.is_finished:
+        events: list[Event] = []
+        match item:
+            case FailedItem():
+                raise item.error
+            case TextEndItem():
+                self._is_text_done = True
+                self._timings.mark("text_done")
+            case AudioDelta():
+                self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
+                self._timings.mark("first_audio")
+                events.append(self._speech_stream.consume(item))
+            case _:
+                raise WorkerError(f"a speech request received {type(item).__name__}")
+        if self._is_text_done and self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")
             events.append(

@@ -21,8 +21,9 @@ from mingc.errors import CapacityError, MingcError
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest, TextRequest
 from mingc.server.audio_format import AudioSpec
+from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
-from mingc.server.http.body import BodyBudget, Charge, read_body
+from mingc.server.http.body import read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.field_errors import invalid
 from mingc.server.http.media import MediaLoader
@@ -84,7 +85,7 @@ class HttpState:
         return cls(
             server=server,
             media=MediaLoader(options),
-            bodies=BodyBudget(options.max_total_body_bytes, server.metrics),
+            bodies=server.bodies,
             answers=AnswerBudget(options.max_total_answer_bytes, server.metrics),
         )
 

@@ -164,7 +164,7 @@ async def chat_chunks(
     """
     streams = [_ChatStream(replace(builder, index=index), clip, tokenizer) for index in range(num_answers)]
     usage = Usage()
-    async for answer, event in _until_done(answers, num_answers):
+    async for answer, event in until_done(answers, num_answers):
         async for chunk in streams[answer].chunks(event):
             yield sse(chunk)
         if isinstance(event, Done):
@@ -261,7 +261,7 @@ async def completion_chunks(
     ]
     shown = [shown_prompt] * num_answers
     usage = Usage()
-    async for index, event in _until_done(answers, num_answers):
+    async for index, event in until_done(answers, num_answers):
         if shown[index]:
             yield sse(builder.chunk(CompletionChoice(index=index, text=shown[index])))
             shown[index] = ""
@@ -282,7 +282,7 @@ async def completion_chunks(
 
 async def speech_clip(events: AsyncIterator[Event], clip: KeptClip) -> Whole:
     """Encode one audio file with its length in the header."""
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta):
             await clip.add(event.samples)
     return await clip.finish(), clip.rest()
@@ -290,7 +290,7 @@ async def speech_clip(events: AsyncIterator[Event], clip: KeptClip) -> Whole:
 
 async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Encode an audio file in parts; a WAV has an unknown length in its header."""
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta) and (data := await clip.add(event.samples)):
             yield data
     async for data in clip.rest():
@@ -327,7 +327,7 @@ async def speech_events(
     With `times`, `speech.segment` comes before the sound of every segment, and the end has the times of all.
     """
     encoder = _ClipEncoder(clip)
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta | Done):
             if times is not None and isinstance(event, AudioDelta) and (segment := times.add(event)):
                 yield sse(segment)
@@ -366,7 +366,7 @@ def _whole(value: msgspec.Struct) -> Whole:
     return len(data), parts()
 
 
-async def _until_done(events: AsyncIterator[_Each], num_answers: int = 1) -> AsyncIterator[_Each]:
+async def until_done(events: AsyncIterator[_Each], num_answers: int = 1) -> AsyncIterator[_Each]:
     """Yield the events, each with or without its answer, up to the last `Done`. Raises: WorkerError without it."""
     async for each in events:
         yield each
@@ -382,7 +382,7 @@ async def _collect(
     """Add the speech to `clip`. Returns the rest of each answer, and the log probabilities of its tokens."""
     found = [Answer() for _ in range(num_answers)]
     logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in range(num_answers)]
-    async for index, event in _until_done(answers, num_answers):
+    async for index, event in until_done(answers, num_answers):
         found[index].add(event)
         if isinstance(event, TextDelta):
             logprobs[index] += event.logprobs
