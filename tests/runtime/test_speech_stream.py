@@ -33,8 +33,9 @@ PATH = "/v1/audio/speech/stream"
 WRITTEN = (
     "Well now, this is a rather long sentence, which ends at 3 pm. <b>So</b> let us hear another one! `x` "
 )
-CONFIG = {"type": "session.config", "voice": "DB30", "seed": 7, "max_steps": 2}
-FAKE = {"type": "session.config", "voice": "amy", "seed": 7}
+# At the rate of the artifacts: a resampler would hold samples back.
+CONFIG = {"type": "session.config", "voice": "DB30", "seed": 7, "max_steps": 2, "sample_rate": 44100}
+FAKE = {"type": "session.config", "voice": "amy", "seed": 7, "sample_rate": 44100}
 DONE, CANCEL, END = {"type": "input.done"}, {"type": "input.cancel"}, {"type": "session.close"}
 
 

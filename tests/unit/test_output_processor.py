@@ -306,14 +306,6 @@ def test_a_stopped_answer_is_the_decoded_text_up_to_its_stop_string(
         assert (text, done.finish_reason) == (whole, "stop" if has_stop_token else "length")
 
 
-def test_every_token_has_its_log_probabilities_also_while_its_text_is_incomplete() -> None:
-    given = [TokenLogprobs(logprob=-0.5, top=((3, -0.25),)), TokenLogprobs(logprob=-1.5)]
-    run = make_processor(Words(["", "é"]))
-    items = [TokenItem(token=index, finish=None, logprobs=each) for index, each in enumerate(given)]
-    events = [event for item in items for event in run.accept(item)]
-    assert [event.logprobs for event in events if isinstance(event, TextDelta)] == given
-
-
 def test_the_error_of_a_failed_request_is_raised() -> None:
     run = text_processor()
     with pytest.raises(WorkerError, match="rank 1"):
