@@ -23,6 +23,7 @@ from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.forms import FORM, check_origin
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
 from mingc.server.http.response_schemas import ChatResponseBuilder, sse
@@ -94,11 +95,12 @@ Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
 class RequestBody:
     """The body of a request, its charge, and what it adds to its API key's sums.
 
-    `take` drops the body, so that it is freed once it is parsed.
+    `take` drops the body, so that it is freed once it is parsed. `content_type` has the boundary of a form.
     """
 
     charge: Charge
     key: KeyUse
+    content_type: str = JSON
     raw: memoryview = _EMPTY
 
     def take(self) -> memoryview:
@@ -107,23 +109,36 @@ class RequestBody:
 
 
 class GenerationRoute:
-    """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response."""
+    """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response.
 
-    def __init__(self, state: HttpState, handler: Handler) -> None:
+    `body_type`: the media type of the body. Web pages may send a form without asking first, so its origin is checked.
+    """
+
+    def __init__(self, state: HttpState, handler: Handler, *, body_type: str = JSON) -> None:
         self._state = state
         self._handler = handler
+        self._body_type = body_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, server, route = self._state, self._state.server, route_of(scope)
+        request = Request(scope, receive)
+        if self._body_type == FORM:
+            check_origin(request.headers, server.options.cors_origins)
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
         with ExitStack() as place:
             place.enter_context(server.metrics.request_duration.labels(route).time())
             key = place.enter_context(server.key_limits.admit(scope.get("state", {}).get("api_key")))
             place.enter_context(server.admit())
-            body = RequestBody(charge=place.enter_context(state.bodies.charge()), key=key)
+            body = RequestBody(
+                charge=place.enter_context(state.bodies.charge()),
+                key=key,
+                content_type=request.headers.get("content-type", JSON),
+            )
             try:
-                body.raw = await read_body(Request(scope, receive), server.options, state.bodies, body.charge)
+                body.raw = await read_body(
+                    request, server.options, state.bodies, body.charge, self._body_type
+                )
             except ClientDisconnect:
                 server.metrics.requests_cancelled.labels(route).inc()
                 return
