@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -18,7 +17,6 @@ import msgspec
 from msgspec import Meta, inspect
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.datastructures import Headers
 
 from mingc.errors import RequestError
 from mingc.server.http.field_errors import (
@@ -38,7 +36,6 @@ _STEP = 1 << 17  # bytes that are parsed at once, so that other threads get Pyth
 _NAME = re.compile(
     r"([^\[\]]+)(?:\[([^\[\]]*)\])?"
 )  # `include[]` is an item of a list, `a[b]` a key of an object
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
@@ -56,29 +53,6 @@ class FormFile:
 
 
 File = Annotated[FormFile, Meta(extra_json_schema={"type": "string", "format": "binary"})]
-
-
-def check_origin(headers: Headers, allowed: Collection[str]) -> None:
-    """Refuse a request that a web page of another origin sends, unless `allowed` (`--cors-origin`) has it or `*`.
-
-    Browsers let any page send a form or open a WebSocket without asking the server first (CORS does not cover them),
-    so that a page could use a server without keys on 127.0.0.1.
-
-    Raises:
-        RequestError: 403.
-    """
-    origin = headers.get("origin")
-    if origin is None or origin in allowed or "*" in allowed:
-        return
-    scheme, _, host = origin.lower().partition("://")
-    port = _DEFAULT_PORTS.get(scheme, "")
-    if host and host.removesuffix(port) == headers.get("host", "").lower().removesuffix(port):
-        return
-    raise RequestError(
-        f"Pages of {shorten(origin)} may not use this server: have it started with --cors-origin.",
-        status=403,
-        code="origin_not_allowed",
-    )
 
 
 def decode_form(raw: memoryview, content_type: str, type_: type[_Form]) -> _Form:

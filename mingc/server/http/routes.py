@@ -1,4 +1,4 @@
-"""The two routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
+"""The routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
 
 `parsing` checks the body, `streaming` writes the response.
 """
@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError
+from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
-from mingc.server.http.forms import FORM, check_origin
+from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
 from mingc.server.http.response_schemas import ChatResponseBuilder, sse
@@ -37,9 +39,11 @@ from mingc.server.http.streaming import (
     speech_events,
     speech_parts,
 )
+from mingc.server.http.transcriptions import parse_transcription, transcript_events, whole_transcript
 from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import route_of
 from mingc.server.options import ServeOptions
+from mingc.server.origins import check_origin
 from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
@@ -233,6 +237,29 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
             async with timer.measure(server.service.chat(request)) as events:
                 whole = await chat_completion(events, builder, kept)
             await response.send_whole(JSON, *whole)
+
+
+async def handle_transcription(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/audio/transcriptions`. The file is a view of the body, so the body stays charged."""
+    server = state.server
+    parse = partial(parse_transcription, content_type=body.content_type)
+    parsed = await state.parse(parse, body.take())
+    # so many answers are written at a time
+    body.key.add_chat(
+        parsed.prompt_text * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD, is_spoken=False
+    )
+    request = replace(parsed.request, request_id=f"transcript-{uuid.uuid4().hex[:24]}")
+    async with aclosing(server.service.transcribe(request)) as events:
+        counted = server.metrics.count_transcript(events)
+        if parsed.stream:
+            await response.send_stream(SSE, transcript_events(counted))
+        else:
+            content_type, data = await whole_transcript(counted, parsed)
+            await response.send_whole(content_type, len(data), _whole(data))
+
+
+async def _whole(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
