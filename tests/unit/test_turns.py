@@ -35,7 +35,10 @@ def ends(frames: list[float], rules: TurnRules = RULES) -> list[tuple[int, int, 
         ([0.5] * 2 + [0.34] * 3, [(0, 5, 0, 2)]),
         ([0.5] * 2 + [0.36] * 4 + [0.1] * 3, [(0, 9, 0, 6)]),  # 0.35 is the threshold of silence
         ([0.9] * 2 + [0.1] * 2 + [0.4] + [0.1] * 3, [(0, 8, 0, 5)]),  # too short a silence
-        ([0.9] * 2 + [0.1] * 3 + [0.9] * 2 + [0.1] * 3, [(0, 5, 0, 2), (5, 10, 5, 7)]),  # no padding of another turn
+        (
+            [0.9] * 2 + [0.1] * 3 + [0.9] * 2 + [0.1] * 3,
+            [(0, 5, 0, 2), (5, 10, 5, 7)],
+        ),  # no padding of another turn
         ([0.1] * 4 + [0.9] * 3, [(2, 7, 4, 7)]),  # the stream ends
         ([0.1] * 4 + [0.9] * 3 + [0.1], [(2, 8, 4, 7)]),
     ],
@@ -53,7 +56,9 @@ def test_a_start_is_told_at_its_second_frame_and_an_end_after_the_silence() -> N
 
 
 def test_a_low_threshold_keeps_a_threshold_of_silence() -> None:
-    assert ends([0.02] * 2 + [0.005] * 3, TurnRules(threshold=0.02, prefix_padding_ms=0, silence_ms=96)) == [(0, 5, 0, 2)]
+    assert ends([0.02] * 2 + [0.005] * 3, TurnRules(threshold=0.02, prefix_padding_ms=0, silence_ms=96)) == [
+        (0, 5, 0, 2)
+    ]
 
 
 def test_a_reset_ends_a_turn_without_an_event() -> None:
@@ -68,7 +73,10 @@ def test_a_reset_ends_a_turn_without_an_event() -> None:
 def test_a_long_turn_is_cut_where_speech_is_least_probable() -> None:
     rules = TurnRules(threshold=0.5, prefix_padding_ms=0, silence_ms=96, max_ms=10 * FRAME_MS)
     frames = [0.9] * 3 + [0.3] + [0.9] * 4 + [0.4] + [0.9] * 8 + [0.1] * 3
-    assert ends(frames, rules) == [(0, 8, 0, 8), (8, 18, 8, 17)]  # at 0.4; then in the silence behind the speech
+    assert ends(frames, rules) == [
+        (0, 8, 0, 8),
+        (8, 18, 8, 17),
+    ]  # at 0.4; then in the silence behind the speech
     found = [each for each in turns(frames, rules) if isinstance(each, TurnEnd)]
     assert [each.is_cut for each in found] == [True, False]
 
