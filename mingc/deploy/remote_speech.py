@@ -29,6 +29,8 @@ from mingc.runtime.request import (
     TextDelta,
     TextDone,
     TextRequest,
+    TranscriptEvent,
+    TranscriptionRequest,
     Usage,
 )
 from mingc.text.spoken import SpeechText, SpokenText
@@ -112,6 +114,10 @@ class RemoteSpeechService:
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         """Events of the speech of one text. See `Service`."""
         return self._speech(request)
+
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+        """Events of a transcript. See `Service`."""
+        return self._text.transcribe(request)
 
     def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
         """See `Service`. Only a single answer can be spoken."""

@@ -21,6 +21,7 @@ from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
 from mingc.server.error_objects import encode_error, public_error
+from mingc.server.http.forms import FORM
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
@@ -31,7 +32,7 @@ from mingc.server.http.response_schemas import (
     health_response,
     model_object,
 )
-from mingc.server.http.routes import HANDLERS, GenerationRoute, HttpState
+from mingc.server.http.routes import HANDLERS, GenerationRoute, HttpState, handle_transcription
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -97,6 +98,12 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             ),
             WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
             Route(speech.PATH, _upgrade_required, include_in_schema=False),
+            Route(
+                "/v1/audio/transcriptions",
+                GenerationRoute(http, handle_transcription, body_type=FORM),
+                methods=["POST"],
+            ),
+            Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),
         ],
         middleware=[
@@ -121,6 +128,14 @@ async def _upgrade_required(request: Request) -> Response:
     )
     error.headers = {"Upgrade": "websocket", "Connection": "Upgrade"}  # RFC 9110 §15.5.22
     raise error
+
+
+async def _refuse_translation(request: Request) -> Response:
+    raise RequestError(
+        "Speech is not translated: the model has no released prompt for it. Use /v1/audio/transcriptions, or send the "
+        "sound to /v1/chat/completions and ask for a translation.",
+        code="unsupported_endpoint",
+    )
 
 
 def _information_routes(state: ServerState) -> list[Route]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,9 +27,11 @@ from mingc.server.http.request_schemas import (
     SPEECH_BODY,
     TOKENIZE_BODY,
 )
+from mingc.server.http.transcriptions import Transcription, TranscriptionBody
 from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
+CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,13 @@ def test_operations_of_the_document() -> None:
         "/detokenize": ("DetokenizeBody", True, {"application/json": "Detokenized"}, errors),
         "/version": (None, True, {"application/json": "Version"}, lists),
         "/v1/audio/speech": ("SpeechBody", True, audio, errors),
+        "/v1/audio/transcriptions": (
+            "TranscriptionBody",
+            True,
+            dict.fromkeys(("application/json", "text/plain", "text/vtt", "text/event-stream")),
+            (*errors, "403"),
+        ),
+        "/v1/audio/translations": (None, True, None, ("400", "401")),
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
         "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
@@ -95,8 +105,8 @@ def test_operations_of_the_document() -> None:
         assert operation["summary"] and ("security" in operation) is not needs_key, path
         assert operation.get("security", [{}]) == [{}], path
         answers = operation["responses"]
-        assert answers.keys() == {"200", *others}
-        assert answers["200"]["description"] and schemas(answers["200"]["content"]) == content, path
+        assert answers.keys() == {*(() if content is None else ("200",)), *others}
+        assert content is None or schemas(answers["200"]["content"]) == content, path
         for status in {*others} - {"200"}:
             if others is both:
                 assert answers[status]["description"] and schemas(answers[status]["content"]) == content
@@ -104,14 +114,16 @@ def test_operations_of_the_document() -> None:
                 assert answers[status] == {"$ref": "#/components/responses/error"}
         if body is not None:
             assert operation["requestBody"]["required"] is True
-            assert schemas(operation["requestBody"]["content"]) == {"application/json": body}
+            kind = "multipart/form-data" if body == "TranscriptionBody" else "application/json"
+            assert schemas(operation["requestBody"]["content"]) == {kind: body}
         named = [(each["name"], each["in"], each["required"]) for each in operation.get("parameters", [])]
         assert named == ([("model", "path", True)] if "{model}" in path else [])
 
 
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
-    for body in (CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY):
+    assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
+    for body in (CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody):
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -184,6 +196,8 @@ def test_responses_are_those_of_the_document(url: str) -> None:
             (http.get("/version"), response_schemas.Version),
             (http.post(CHAT, json=spoken), response_schemas.ChatCompletion),
             (http.post(CHAT, json={}), ErrorResponse),
+            (http.post("/v1/audio/transcriptions", files={"file": CLIP.read_bytes()}), Transcription),
+            (http.post("/v1/audio/translations"), ErrorResponse),
             (http.get("/v1/models"), response_schemas.ModelList),
             (http.get("/v1/models/ming-omni"), response_schemas.ModelObject),
             (http.get("/v1/models/other"), ErrorResponse),
