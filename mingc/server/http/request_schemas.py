@@ -219,7 +219,8 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | float | None = None
     max_steps: Count | None = None
     max_new_tokens: Count | None = None
-    guidance: Annotated[float, Meta(ge=0.0, le=20.0)] | None = None
+    # Integers as in `_TOP_LOGPROBS`: types with equal bounds are one type, which would have the bounds of either.
+    guidance: Annotated[float, Meta(ge=0, le=20)] | None = None
     sigma: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     speech_lead: SpeechLead | None = None
