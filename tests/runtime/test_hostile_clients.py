@@ -20,8 +20,7 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from fake_service import FakeService
-from server_thread import run_server
+from server_thread import eventually, fake_server, metric
 from uvicorn.server import ServerState as UvicornState
 
 from mingc.errors import CapacityError, ConfigError
@@ -53,18 +52,6 @@ serve(create_app(FakeService(), ServeOptions(port=0, drain_s=0)), announce=lambd
 """
 
 
-@contextlib.contextmanager
-def server(**options: Any) -> Iterator[tuple[str, FakeService]]:
-    services: list[FakeService] = []
-
-    def make() -> FakeService:
-        services.append(FakeService())
-        return services[0]
-
-    with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
-        yield url, services[0]
-
-
 class Connection:
     """What a table of connections knows of one."""
 
@@ -92,18 +79,6 @@ def read_all(connection: socket.socket) -> bytes:
 def status_and_error(answer: bytes) -> tuple[int, dict[str, Any]]:
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def metric(url: str, line: str) -> float:
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
-    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
 
 
 @pytest.fixture
@@ -154,7 +129,7 @@ def test_more_trickling_connections_than_descriptors(
 
 
 def test_request_headers_have_a_time_limit() -> None:
-    with server(header_timeout_s=0.3) as (url, _), connect(url) as trickling, connect(url) as silent:
+    with fake_server(header_timeout_s=0.3) as (url, _), connect(url) as trickling, connect(url) as silent:
         trickling.sendall(b"GET /health HTTP/1.1\r\nhost:")
         status, error = status_and_error(read_all(trickling))
         assert (status, error["code"]) == (408, "header_timeout")
@@ -164,7 +139,7 @@ def test_request_headers_have_a_time_limit() -> None:
 
 
 def test_a_kept_connection_has_the_same_limit_for_its_next_request() -> None:
-    with server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
+    with fake_server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET /he")
         answers = read_all(connection)
         assert answers.startswith(b"HTTP/1.1 200 ")
@@ -172,7 +147,7 @@ def test_a_kept_connection_has_the_same_limit_for_its_next_request() -> None:
 
 
 def test_a_running_request_is_not_a_late_one() -> None:
-    with server(header_timeout_s=0.3) as (url, _):
+    with fake_server(header_timeout_s=0.3) as (url, _):
         body = {"messages": [{"role": "user", "content": "endless"}], "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=30, trust_env=False) as response:
             lines = response.iter_lines()
@@ -184,7 +159,7 @@ def test_a_running_request_is_not_a_late_one() -> None:
 def test_a_pipelined_request_is_not_a_late_one() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "endless"}], "stream": True}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    with server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
+    with fake_server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" + head + body)
         first = time.monotonic()
         while time.monotonic() - first < 1:
@@ -192,7 +167,7 @@ def test_a_pipelined_request_is_not_a_late_one() -> None:
 
 
 def test_a_body_that_stalls_is_ended_before_its_whole_time() -> None:
-    with server(body_idle_timeout_s=0.3, body_timeout_s=600) as (url, _), connect(url) as connection:
+    with fake_server(body_idle_timeout_s=0.3, body_timeout_s=600) as (url, _), connect(url) as connection:
         connection.sendall(f"{HEAD}content-length: 100\r\n\r\n{{".encode())
         head, _, _ = connection.recv(1 << 16).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
@@ -200,7 +175,7 @@ def test_a_body_that_stalls_is_ended_before_its_whole_time() -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    with server(write_timeout_s=0.5) as (url, service):
+    with fake_server(write_timeout_s=0.5) as (url, service):
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -320,7 +295,7 @@ def test_connections_share_what_bodies_may_take_of_the_event_loop(
     monkeypatch.setattr(HttpConnection, "data_received", data_received)
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 600_000}]}).encode()
     head = f"{HEAD}content-length: {len(body)}\r\n\r\n".encode()
-    with server() as (url, _), contextlib.ExitStack() as idle:
+    with fake_server() as (url, _), contextlib.ExitStack() as idle:
         for _ in range(num_idle):
             idle.enter_context(connect(url))
         with connect(url) as connection:
@@ -411,7 +386,7 @@ def test_a_server_without_descriptors_closes_a_waiting_connection_and_pauses(
 ) -> None:
     """The client that waits is answered with the descriptor of one that sent nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with server() as (url, _), contextlib.ExitStack() as stack:
+    with fake_server() as (url, _), contextlib.ExitStack() as stack:
         host, port = url.removeprefix("http://").split(":")
         before = len(descriptors())
         silent = stack.enter_context(connect(url))
@@ -481,7 +456,7 @@ def test_too_few_descriptors_stop_the_start(
 
 
 def test_a_full_server_evicts_idle_connections_before_it_refuses() -> None:
-    with server(max_connections=4) as (url, service), contextlib.ExitStack() as stack:
+    with fake_server(max_connections=4) as (url, service), contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(url)) for _ in range(4)]
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
         assert read_all(idle[0]) == b""
@@ -534,7 +509,7 @@ def test_bodies_share_one_budget() -> None:
 def test_half_sent_bodies_fill_the_budget_and_give_it_back() -> None:
     size = 1_000_000
     with (
-        server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
+        fake_server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
         contextlib.ExitStack() as stack,
     ):
         for _ in range(2):
@@ -554,7 +529,7 @@ def test_bodies_that_arrive_together_are_refused_at_once_or_served() -> None:
     """Two bodies fit: they are not refused half-way because of a third that has begun as well."""
     size = 1_000_000
     with (
-        server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
+        fake_server(max_body_bytes=size, max_total_body_bytes=2 * size) as (url, _),
         contextlib.ExitStack() as stack,
     ):
         connections = [stack.enter_context(connect(url)) for _ in range(3)]
@@ -579,7 +554,7 @@ def test_absolute_targets_and_offers_of_http2_are_answered(
     """RFC 9112 §3.2.2 and RFC 9110 §7.8, twice on one connection, as Java's HttpClient does."""
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
     head = HEAD.replace(" /", f" {target}/") + f"{upgrade}content-length: {len(body)}\r\n\r\n"
-    with server() as (url, _), connect(url) as connection:
+    with fake_server() as (url, _), connect(url) as connection:
         for _ in range(2):
             connection.sendall(head.encode() + body)
             answer = HTTPResponse(connection)
@@ -622,7 +597,7 @@ def test_a_client_that_is_answered_slowly_is_not_late() -> None:
 
 
 def test_a_refused_body_is_not_read() -> None:
-    with server() as (url, _), connect(url) as connection:
+    with fake_server() as (url, _), connect(url) as connection:
         connection.sendall(
             HEAD.replace("json", "xml").encode() + b"content-length: 100000000\r\n\r\n" + b"x" * 65536
         )
@@ -637,7 +612,7 @@ def test_a_refused_body_is_not_read() -> None:
 def test_media_of_a_running_request_are_charged() -> None:
     data = "QUJD" * 100_000
     message = {"role": "user", "content": "endless"}
-    with server() as (url, service):
+    with fake_server() as (url, service):
         body = {"messages": [message], "images": [f"data:image/png;base64,{data}"], "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=body, timeout=30, trust_env=False) as response:
             lines = response.iter_lines()
@@ -667,7 +642,7 @@ def test_media_of_a_running_request_are_charged() -> None:
     ],
 )
 def test_what_is_no_http_gets_a_json_error(data: bytes, expected: int) -> None:
-    with server() as (url, _), connect(url) as connection:
+    with fake_server() as (url, _), connect(url) as connection:
         connection.sendall(data)
         status, error = status_and_error(read_all(connection))
         assert (status, error["code"]) == (expected, "invalid_http")

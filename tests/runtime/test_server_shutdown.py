@@ -6,8 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ import httpx
 import pytest
 from fake_service import FakeService
 from server_process import child
-from server_thread import run_server
+from server_thread import eventually, run_server
 
 from mingc.errors import ConfigError, RankError
 from mingc.server.app import create_app
@@ -27,14 +25,6 @@ CHAT = "/v1/chat/completions"
 
 def body(text: str, *, stream: bool = True) -> dict[str, object]:
     return {"messages": [{"role": "user", "content": text}], "stream": stream}
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    """Wait for a condition that another thread makes true."""
-    deadline = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("stream", [True, False])

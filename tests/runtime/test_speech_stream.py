@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from fake_omni import make_service, slow_down
 from held_resources import wait_until_equal
-from server_thread import run_server
+from server_thread import eventually, metric, run_server
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as websocket
@@ -95,18 +94,6 @@ def by_http(url: str, words: str, **fields: Any) -> bytes:
     answer = httpx.post(f"{url}/v1/audio/speech", json=body, timeout=30, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.content
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def metric(url: str, line: str) -> float:
-    answer = httpx.get(f"{url}/metrics", trust_env=False).text
-    return next((float(row.split()[-1]) for row in answer.splitlines() if row.startswith(line + " ")), 0.0)
 
 
 @pytest.mark.parametrize("is_early", [False, True])

@@ -10,8 +10,7 @@ import os
 import signal
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +19,7 @@ import httpx
 import pytest
 from fake_service import FakeService
 from server_process import child
-from server_thread import run_server
+from server_thread import eventually, fake_server, metric
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as websocket
@@ -42,22 +41,10 @@ DONE = {"type": "input.done"}
 CANCEL = {"type": "input.cancel"}
 
 
-@contextlib.contextmanager
-def server(**options: Any) -> Iterator[tuple[str, FakeService]]:
-    services: list[FakeService] = []
-
-    def make() -> FakeService:
-        services.append(FakeService())
-        return services[0]
-
-    with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
-        yield url, services[0]
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of a server that tests share."""
-    with server() as (url, _):
+    with fake_server() as (url, _):
         yield url
 
 
@@ -90,18 +77,6 @@ def close_code(connection: ClientConnection) -> tuple[int, list[dict[str, Any]]]
             if isinstance(message := connection.recv(timeout=30), str):
                 events.append(json.loads(message))
     return (1006 if closed.value.rcvd is None else closed.value.rcvd.code), events
-
-
-def eventually(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def metric(url: str, line: str) -> float:
-    text = httpx.get(f"{url}/metrics", trust_env=False).text
-    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
 
 
 # Raw frames, as RFC 6455 §5.2 draws them.
@@ -192,7 +167,7 @@ def test_keys(
     options: dict[str, Any] = {"subprotocols": [Subprotocol(each) for each in subprotocols] or None}
     if header is not None:
         options["additional_headers"] = {"authorization": header}
-    with server(api_key_file=tmp_path / "keys") as (url, _):
+    with fake_server(api_key_file=tmp_path / "keys") as (url, _):
         if accepted:
             with connect(url, path, **options) as connection:
                 assert connection.subprotocol == ("realtime" if "realtime" in subprotocols else None)
@@ -216,7 +191,7 @@ def test_keys(
     ],
 )
 def test_a_page_of_another_origin_is_refused(origin: str | None, accepted: bool) -> None:
-    with server(cors_origins=("https://app.example",)) as (url, _):
+    with fake_server(cors_origins=("https://app.example",)) as (url, _):
         given: Any = url if origin == "own" else origin
         if accepted:
             with connect(url, origin=given) as connection:
@@ -226,7 +201,7 @@ def test_a_page_of_another_origin_is_refused(origin: str | None, accepted: bool)
 
 
 def test_other_requests_are_refused_as_over_http(caplog: pytest.LogCaptureFixture) -> None:
-    with server(max_connections=1) as (url, _):
+    with fake_server(max_connections=1) as (url, _):
         assert refusal(url, "/v1/nothing")[:2] == (404, "not_found")
         assert refusal(url, "/v1/chat/completions")[:2] == (404, "not_found")
         plain = httpx.get(url + PATH, trust_env=False)
@@ -265,7 +240,7 @@ def test_a_handshake_that_is_none(head: str, status: int, url: str) -> None:
 
 def test_the_access_line_and_the_request_id(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mingc.access")
-    with server() as (url, _):
+    with fake_server() as (url, _):
         with connect(url, additional_headers={"x-request-id": "mine"}) as connection:
             assert connection.response is not None and connection.response.headers["x-request-id"] == "mine"
             assert metric(url, "mingc_num_websockets") == 1
@@ -383,7 +358,7 @@ def test_messages_that_are_no_events_are_answered(url: str) -> None:
 
 def test_incomplete_messages_are_charged_and_late_ones_closed() -> None:
     half = frame(BINARY, b"x" * 600_000, length=1_000_000)
-    with server(max_body_bytes=1 << 20, max_total_body_bytes=1 << 20, body_timeout_s=2.0) as (url, _):
+    with fake_server(max_body_bytes=1 << 20, max_total_body_bytes=1 << 20, body_timeout_s=2.0) as (url, _):
         first, _ = raw(url)
         second, _ = raw(url)
         with first, second:
@@ -404,7 +379,7 @@ def test_incomplete_messages_are_charged_and_late_ones_closed() -> None:
 
 
 def test_the_header_timeout_ends_with_the_upgrade() -> None:
-    with server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
+    with fake_server(header_timeout_s=0.3) as (url, _), connect(url) as connection:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as later:
             assert later.recv(1) == b"", "a connection that says nothing is closed"
@@ -412,7 +387,7 @@ def test_the_header_timeout_ends_with_the_upgrade() -> None:
 
 
 def test_a_client_that_does_not_read_is_heard_and_then_cut() -> None:
-    with server(write_timeout_s=3.0) as (url, service):
+    with fake_server(write_timeout_s=3.0) as (url, service):
         connection, _ = raw(url)
         with connection:
             for event in (ENDLESS, DONE):
@@ -434,7 +409,7 @@ def test_a_client_that_does_not_read_is_heard_and_then_cut() -> None:
 def test_pongs_do_not_pile_up() -> None:
     """100,000 pings of a client that does not read: their pongs are more than the system buffers."""
     num_pings = 100_000
-    with server() as (url, _):
+    with fake_server() as (url, _):
         connection, _ = raw(url)
         with connection:
             for start in range(0, num_pings, 1000):
@@ -453,7 +428,7 @@ def test_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
         self.ping_interval = self.ping_timeout = 0.2
 
     monkeypatch.setattr(WebSocketConnection, "__init__", make)
-    with server() as (url, _), connect(url) as alive:
+    with fake_server() as (url, _), connect(url) as alive:
         connection, _ = raw(url)
         with connection:
             assert [opcode for opcode, _ in frames(connection)] == [PING, CLOSE]
@@ -462,7 +437,7 @@ def test_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_session_has_a_time_limit() -> None:
-    with server(max_session_s=0.5) as (url, service), connect(url) as connection:
+    with fake_server(max_session_s=0.5) as (url, service), connect(url) as connection:
         for event in (ENDLESS, DONE):
             connection.send(json.dumps(event))
         code, events = close_code(connection)
@@ -471,7 +446,7 @@ def test_a_session_has_a_time_limit() -> None:
 
 
 def test_an_idle_session_makes_room_and_a_busy_one_stays() -> None:
-    with server(max_connections=2) as (url, _), connect(url) as busy, connect(url) as idle:
+    with fake_server(max_connections=2) as (url, _), connect(url) as busy, connect(url) as idle:
         for event in (ENDLESS, DONE):
             busy.send(json.dumps(event))
         busy.recv(timeout=30)
@@ -490,7 +465,7 @@ def test_a_bug_closes_with_1011(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(SpeechSession, "_handle", fail)
-    with server() as (url, _), connect(url) as connection:
+    with fake_server() as (url, _), connect(url) as connection:
         connection.send("{}")
         code, events = close_code(connection)
         assert (code, events[0]["error"]["code"]) == (1011, "internal_error")
@@ -502,7 +477,7 @@ def test_1000_connections_opened_and_dropped() -> None:
     """At every moment of the handshake and of a message, some with a reset."""
     head = f"GET {PATH} HTTP/1.1\r\nhost: a\r\n{UPGRADE}\r\n".encode()
     message = frame(TEXT, json.dumps(ENDLESS).encode())
-    with server() as (url, service):
+    with fake_server() as (url, service):
         host, port = url.removeprefix("http://").split(":")
         for index in range(1000):
             with socket.create_connection((host, int(port)), timeout=30) as connection:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
+from typing import Any
+
+import httpx
+from fake_service import FakeService
 
 from mingc.runtime.request import Service
 from mingc.server.app import create_app
@@ -45,3 +50,30 @@ def run_server(make_service: Callable[[], Service], options: ServeOptions | None
         stops.get()()
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+@contextmanager
+def fake_server(**options: Any) -> Iterator[tuple[str, FakeService]]:
+    """Yields the URL of a server over a fake service, and the service."""
+    services: list[FakeService] = []
+
+    def make() -> FakeService:
+        services.append(FakeService())
+        return services[0]
+
+    with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
+        yield url, services[0]
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    """Wait until another thread makes `claim` true."""
+    deadline = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def metric(url: str, line: str) -> float:
+    """Value of a line of the server's metrics, named with its labels; 0 if there is none."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
