@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -331,11 +331,7 @@ async def handle_transcription(state: HttpState, body: RequestBody, response: Re
             await response.send_stream(SSE, transcript_events(counted))
         else:
             content_type, data = await whole_transcript(counted, parsed)
-            await response.send_whole(content_type, len(data), _whole(data))
-
-
-async def _whole(data: bytes) -> AsyncIterator[bytes]:
-    yield data
+            await response.send_data(content_type, data)
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:

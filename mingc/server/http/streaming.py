@@ -79,7 +79,11 @@ class ResponseWriter:
 
     async def send_object(self, value: msgspec.Struct) -> None:
         """Send one object as JSON."""
-        await self.send_whole(JSON, *_whole(value))
+        await self.send_data(JSON, msgspec.json.encode(value))
+
+    async def send_data(self, content_type: str, data: bytes) -> None:
+        """Send a body that is in memory."""
+        await self.send_whole(content_type, *_whole(data))
 
     async def send_stream(self, content_type: str, parts: AsyncIterator[bytes]) -> None:
         """Send each part at once. An error of `parts` leaves the response open, so that it breaks off."""
@@ -243,7 +247,7 @@ async def completion(
         if tokenizer is not None:
             choice.logprobs = CompletionLogprobsWriter(tokenizer, len(shown_prompt)).write(logprobs[index])
         choices.append(choice)
-    return _whole(builder.completion(choices, [answer.done for answer in found]))
+    return _whole(msgspec.json.encode(builder.completion(choices, [answer.done for answer in found])))
 
 
 async def completion_chunks(
@@ -357,9 +361,7 @@ class _ClipEncoder:
             yield part
 
 
-def _whole(value: msgspec.Struct) -> Whole:
-    data = msgspec.json.encode(value)
-
+def _whole(data: bytes) -> Whole:
     async def parts() -> AsyncIterator[bytes]:
         yield data
 
