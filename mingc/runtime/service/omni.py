@@ -105,9 +105,7 @@ class OmniService:
         self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
         self._running_chats: set[RequestStream] = set()
-        self._files = asyncio.Semaphore(
-            num_threads
-        )  # that are transcribed; of one event loop, like the queue
+        self._files = asyncio.Semaphore(num_threads)  # being transcribed; of one event loop, like the queue
         self._is_closing = self._is_stopped = False
         self._failure: ServeError | None = None
         self._report_failure: Callable[[ServeError], None] = lambda error: None
@@ -360,7 +358,7 @@ class OmniService:
         """Events of the answers to one prompt, of which only a single one may be spoken. See `answer`.
 
         `calls`: the tools that they may call; None: tokens of calls are as any special tokens. `thinking`: whether
-        their thoughts are told from their texts.
+        their thoughts are separated from their texts.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()

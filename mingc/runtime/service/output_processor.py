@@ -181,7 +181,7 @@ class ChatOutputProcessor:
     Args:
         spoken_text: gives the pieces for `speech_stream`; either both are None or neither.
         calls: finds calls of tools; None: tokens of calls are as any special tokens.
-        thinking: whether a thought at the beginning is told from the text.
+        thinking: whether a thought at the beginning is separated from the text.
     """
 
     def __init__(

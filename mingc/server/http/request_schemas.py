@@ -514,7 +514,9 @@ CHAT_REFUSED: Refused = {
     **dict.fromkeys(
         ("return_meta_info", "return_prompt_text", "return_prompt_token_ids"), ("use /tokenize", (False,))
     ),
-    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), ("thoughts are told from the text", (True,))),
+    **dict.fromkeys(
+        ("separate_reasoning", "stream_reasoning"), ("thoughts are returned apart from the text", (True,))
+    ),
     "task": ("the template has no tasks", ()),
     "use_audio_in_video": ("use 'mm_processor_kwargs'", (False,)),
     **_SERVING_REFUSED,
