@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +46,7 @@ _INSTALL_COMPILER = "apt-get install g++, or set CXX to a compiler"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Result of one check. `needed_for` names the commands that fail or lose a feature if it is not ok."""
+    """Result of one check. `needed_for`: the commands that fail or lose a feature if it is not ok, with commas."""
 
     name: str
     state: State
@@ -125,18 +125,23 @@ def _lacking(checks: Iterable[Check], needed_for: str) -> list[Problem]:
     return [
         (f"{each.name}: {each.detail or each.state}", each.fix)
         for each in checks
-        if each.needed_for == needed_for and each.state != "ok"
+        if needed_for in each.needed_for.split(", ") and each.state != "ok"
     ]
 
 
 def _packages() -> list[Check]:
-    """Python and every distribution that mingc requires, with the first extra that names it."""
+    """Python and every distribution that mingc requires, with the version and fix of the first extra that names it."""
     found: dict[str, Check] = {}
     try:
         for extra in _NEEDED_FOR:
             for each in own_requirements(extra):
-                if each.name not in (OWN, *found):
+                before = found.get(each.name)
+                if before is None and each.name != OWN:
                     found[each.name] = _package(each, extra)
+                elif before is not None and before.needed_for != _EVERYTHING:
+                    found[each.name] = replace(
+                        before, needed_for=f"{before.needed_for}, {_NEEDED_FOR[extra]}"
+                    )
     except ConfigError as error:
         return [_check(OWN, _EVERYTHING, error.message, error.fix)]
     return [*found.values()]

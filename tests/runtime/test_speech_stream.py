@@ -252,9 +252,9 @@ def test_an_utterance_takes_a_place_and_an_idle_session_none() -> None:
 def test_too_many_waiting_utterances_close_the_session() -> None:
     with serving() as (url, _), connect(url) as connection:
         send(connection, FAKE, text("It does not end "))
-        for _ in range(70):
-            send(connection, {"type": "input.done"}, text("more "))
-        with pytest.raises(ConnectionClosed) as closed:
+        with pytest.raises(ConnectionClosed) as closed:  # while texts are still being sent, too
+            for _ in range(70):
+                send(connection, {"type": "input.done"}, text("more "))
             while True:
                 connection.recv(timeout=30)
         assert closed.value.rcvd is not None and closed.value.rcvd.code in (1000, 1008)
