@@ -13,11 +13,8 @@ from mingc.runtime.service.omni import OmniService
 Counts = Mapping[str, int]
 
 _WAIT_S = 20.0
-_POOLS = (
-    "mingc-preprocess",
-    "mingc-encode",
-    "asyncio_",
-)  # of a fixed size; their threads start with their first work
+# Threads that start with their first work and stay: of pools of a fixed size, and of the process's log.
+_POOLS = ("mingc-preprocess", "mingc-encode", "asyncio_", "mingc-log")
 
 
 def check_all_is_free(loop: EngineThread) -> None:
