@@ -26,6 +26,8 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TranscriptEvent,
+    TranscriptionRequest,
 )
 from mingc.text.spoken import SpeechText, SpokenText
 
@@ -108,6 +110,10 @@ class RemoteSpeechService:
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         """Events of the speech of one text. See `Service`."""
         return self._speech(request)
+
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+        """Events of a transcript. See `Service`."""
+        return self._text.transcribe(request)
 
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer; its speech comes from the other deployment. See `Service`."""

@@ -8,7 +8,7 @@ mixed down; the official code takes the first and drops the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from mingc.prompts.features import AudioFeatures
 from mingc.prompts.media_decoder import NO_SOUND
 
 _BLOCK_SAMPLES = 1 << 18  # all channels of a block have so many together
+_MIN_STREAMED_HZ = 4000  # a few samples at less would be many seconds at once for what finds speech
+_STREAMED_SAMPLES = 1 << 17  # of one channel: 8 s at 16 kHz
 _MAX_CHANNELS = 64
 _MAX_PACKET_SAMPLES = 1 << 21  # more than the longest frame of any format
 # Bytes per sample for blocks, the joined clip, its magnitude, the padded copy and the resampled clip.
@@ -49,12 +51,12 @@ class Wave:
     sample_rate: int
 
 
-def _check_rate(rate: int, where: str) -> None:
-    if not 0 < rate <= _MAX_RATE_HZ:
+def _check_rate(rate: int, where: str, least: int = 1) -> None:
+    if not least <= rate <= _MAX_RATE_HZ:
         raise RequestError(
             f"the audio has a sample rate of {rate} Hz",
             where=where,
-            fix=f"send at most {_MAX_RATE_HZ} Hz",
+            fix=f"send at most {_MAX_RATE_HZ} Hz" if rate >= least else f"send at least {least} Hz",
             param=where,
         )
 
@@ -86,33 +88,26 @@ def _too_long(where: str, max_seconds: float) -> RequestError:
 
 
 class _Mixdown:
-    """Collects blocks of (n, channels) float32 as one channel: their mean, or the channel `only`.
+    """Mixes blocks of (n, channels) float32 to one channel: their mean, or the channel `only`.
 
     The mean of equal channels is that channel, bit for bit, if their number is a power of two.
     """
 
-    def __init__(self, channels: int, only: int | None, check: Callable[[int], None]) -> None:
+    def __init__(self, channels: int, only: int | None = None) -> None:
         self._weights = np.full(channels, 1 / channels, np.float32)
         self._only = 0 if channels == 1 else only
-        self._check = check
-        self._blocks: list[NDArray[np.float32]] = []
         self._power = np.zeros(channels)
         self._mixed_power = 0.0
-        self.count = 0
 
-    def add(self, block: NDArray[np.float32]) -> None:
-        """Raises: RequestError when the clip has become too long."""
+    def mix(self, block: NDArray[np.float32]) -> NDArray[np.float32]:
         if self._only is not None:
-            mixed = np.ascontiguousarray(block[:, self._only])
-        else:
-            with np.errstate(all="ignore"):  # infinite samples are refused later
-                mixed = block @ self._weights
-                some, mixed_some = block[::_POWER_STRIDE], mixed[::_POWER_STRIDE]
-                self._power += np.einsum("nc,nc->c", some, some)
-                self._mixed_power += float(mixed_some @ mixed_some)
-        self._blocks.append(mixed)
-        self.count += len(mixed)
-        self._check(self.count)
+            return np.ascontiguousarray(block[:, self._only])
+        with np.errstate(all="ignore"):  # infinite samples are refused later
+            mixed: NDArray[np.float32] = block @ self._weights
+            some, mixed_some = block[::_POWER_STRIDE], mixed[::_POWER_STRIDE]
+            self._power += np.einsum("nc,nc->c", some, some)
+            self._mixed_power += float(mixed_some @ mixed_some)
+        return mixed
 
     @property
     def lost_channel(self) -> int | None:
@@ -120,51 +115,37 @@ class _Mixdown:
         independent = self._power.sum() / len(self._power) ** 2
         return int(self._power.argmax()) if self._mixed_power < _CANCELLED * independent else None
 
-    def samples(self) -> NDArray[np.float32]:
-        """All samples; a single block is not copied."""
-        if len(self._blocks) == 1:
-            return self._blocks[0]
-        return np.concatenate(self._blocks) if self._blocks else np.empty(0, np.float32)
+
+_Block = tuple[NDArray[np.float32], int]  # (n, channels), sample rate
 
 
-def _decode_soundfile(
-    data: bytes, where: str, max_seconds: float, limits: MediaLimits, only: int | None = None
-) -> Wave | None:
-    """One channel; None for a format unknown to libsndfile."""
+class _UnreadableError(Exception):
+    """libsndfile does not know the format, or finds the file damaged."""
+
+
+def _soundfile_blocks(data: bytes, where: str) -> Iterator[_Block]:
+    """Blocks of all channels; an empty one first. Raises: _UnreadableError, also after some blocks."""
     soundfile = load_library("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             rate = int(file.samplerate)
             _check_rate(rate, where)
             _check_channels(file.channels, where)
-            mixdown = _Mixdown(
-                file.channels, only, lambda count: _check_length(count, rate, where, max_seconds, limits)
-            )
+            yield np.empty((0, file.channels), np.float32), rate
             # Read in blocks, because the declared length may be wrong; only one channel stays in memory.
             size = _BLOCK_SAMPLES // file.channels
             while len(block := file.read(size, dtype="float32", always_2d=True)):
-                mixdown.add(block)
-    except (soundfile.LibsndfileError, RuntimeError):
-        return None
-    if (lost := mixdown.lost_channel) is not None:
-        return _decode_soundfile(data, where, max_seconds, limits, lost)
-    return Wave(samples=mixdown.samples(), sample_rate=rate)
+                yield block, rate
+    except (soundfile.LibsndfileError, RuntimeError) as error:
+        raise _UnreadableError(str(error)) from error
 
 
-def _decode_av(
-    data: bytes, where: str, max_seconds: float, limits: MediaLimits, only: int | None = None
-) -> Wave | None:
-    """One channel of the audio track that FFmpeg prefers; None without samples.
+def _av_blocks(data: bytes, where: str) -> Iterator[_Block]:
+    """Blocks of all channels of the audio track that FFmpeg prefers; nothing if it finds no samples.
 
     Damaged packets are left out, as FFmpeg does. Raises: RequestError with the code `NO_SOUND` without such a track.
     """
     av = load_library("av")
-    mixdown: _Mixdown | None = None
-    rate = 0
-
-    def check(count: int) -> None:
-        _check_length(count, rate, where, max_seconds, limits)
-
     try:
         with open_container(av, data, max_pixels=_NO_PICTURES) as container:
             if not container.streams.audio:
@@ -172,11 +153,12 @@ def _decode_av(
             stream = container.streams.best("audio") or container.streams.audio[0]
             context = stream.codec_context
             if context is None:  # a codec that this build of FFmpeg lacks
-                return None
+                return
             channels = max(1, context.channels)
             _check_rate(max(1, context.sample_rate), where)
             _check_channels(channels, where)
             context.options = {"max_samples": str(_MAX_PACKET_SAMPLES // min(channels, 8))}
+            rate, layout = 0, None
             convert: Any = None
             shape: tuple[str, str, int] | None = None
             for packet in container.demux(stream):
@@ -186,26 +168,47 @@ def _decode_av(
                     continue
                 for frame in frames:
                     if (
-                        mixdown is None
+                        layout is None
                     ):  # a header may say mono and 22 kHz of what is stereo and 44 kHz (HE-AAC)
                         rate, layout = frame.sample_rate, frame.layout
                         _check_rate(rate, where)
                         _check_channels(layout.nb_channels, where)
-                        mixdown = _Mixdown(layout.nb_channels, only, check)
                     if shape != (shape := (frame.format.name, frame.layout.name, frame.sample_rate)):
                         # Interleaved, because reading the planes of a frame of more than eight channels crashes PyAV.
                         convert = av.AudioResampler("flt", layout, rate)
                     for part in convert.resample(frame):
-                        mixdown.add(part.to_ndarray().reshape(-1, layout.nb_channels))
+                        yield part.to_ndarray().reshape(-1, layout.nb_channels), rate
     except MemoryError:
         raise
     except (av.FFmpegError, ValueError, IndexError):
         pass  # what was decoded before the damage is the clip
-    if mixdown is None or not mixdown.count:
+
+
+_Blocks = Callable[[bytes, str], Iterator[_Block]]
+
+
+def _decode(
+    blocks: _Blocks, data: bytes, where: str, max_seconds: float, limits: MediaLimits, only: int | None = None
+) -> Wave | None:
+    """One channel; None if the decoder cannot read the file."""
+    mixdown: _Mixdown | None = None
+    parts: list[NDArray[np.float32]] = []
+    count = rate = 0
+    try:
+        for block, rate in blocks(data, where):
+            mixdown = mixdown or _Mixdown(block.shape[1], only)
+            parts.append(mixdown.mix(block))
+            count += len(block)
+            _check_length(count, rate, where, max_seconds, limits)
+    except _UnreadableError:
         return None
-    if (lost := mixdown.lost_channel) is not None:
-        return _decode_av(data, where, max_seconds, limits, lost)
-    return Wave(samples=mixdown.samples(), sample_rate=rate)
+    if mixdown is None:
+        return None
+    if (lost := mixdown.lost_channel) is not None and only is None:
+        return _decode(blocks, data, where, max_seconds, limits, lost)
+    parts = [part for part in parts if len(part)]  # a single one is not copied
+    samples = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.float32), *parts])
+    return Wave(samples=samples, sample_rate=rate)
 
 
 def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
@@ -215,20 +218,55 @@ def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLi
         `max_seconds`, or exceed `limits`; ConfigError without soundfile or PyAV.
     """
     limits = limits or MediaLimits()
-    wave = _decode_soundfile(data, where, max_seconds, limits)
+    wave = _decode(_soundfile_blocks, data, where, max_seconds, limits)
     if wave is None or not len(wave.samples):  # a WAV without lengths: FFmpeg reads it to its end
-        wave = _decode_av(data, where, max_seconds, limits) or wave
+        wave = _decode(_av_blocks, data, where, max_seconds, limits) or wave
     if wave is None:
-        raise undecodable_file(data, "audio", where, fix="send a complete WAV, FLAC, MP3 or Ogg file")
+        raise _undecodable(data, where)
     return wave
 
 
-def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioFeatures:
-    """Features of a decoded clip, resampled to the encoder's rate; no padding, no loudness normalisation.
+def audio_blocks(data: bytes, where: str, *, max_seconds: float) -> Iterator[Wave]:
+    """The blocks of `decode_audio`, for a file of any size in little memory: it is decoded twice.
 
-    Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
+    Before the first block the whole file is known to be readable and short enough.
+
+    Raises: see `decode_audio`.
     """
-    peak = float(max(wave.samples.max(initial=0.0), -wave.samples.min(initial=0.0)))
+    for blocks in (_soundfile_blocks, _av_blocks):
+        mixdown: _Mixdown | None = None
+        count = 0
+        try:
+            for block, rate in blocks(data, where):
+                mixdown = mixdown or _Mixdown(block.shape[1])
+                mixdown.mix(block)
+                count += len(block)
+                _check_rate(rate, where, least=_MIN_STREAMED_HZ)
+                if count > max_seconds * rate:
+                    raise _too_long(where, max_seconds)
+        except _UnreadableError:
+            continue
+        if mixdown is not None and count:
+            only = mixdown.lost_channel
+            mixdown = _Mixdown(block.shape[1], only)
+            parts: list[NDArray[np.float32]] = []
+            for block, rate in blocks(data, where):
+                parts.append(mixdown.mix(block))  # FFmpeg's are small
+                if sum(map(len, parts)) >= _STREAMED_SAMPLES:
+                    yield Wave(samples=np.concatenate(parts), sample_rate=rate)
+                    parts = []
+            yield Wave(samples=np.concatenate([np.empty(0, np.float32), *parts]), sample_rate=rate)
+            return
+    raise _undecodable(data, where)
+
+
+def _undecodable(data: bytes, where: str) -> RequestError:
+    return undecodable_file(data, "audio", where, fix="send a complete WAV, FLAC, MP3 or Ogg file")
+
+
+def check_peak(samples: NDArray[np.float32], where: str) -> None:
+    """Raises: RequestError when a sample is no number, or far too large."""
+    peak = float(max(samples.max(initial=0.0), -samples.min(initial=0.0)))
     if not peak <= _MAX_PEAK:  # also true for NaN
         raise RequestError(
             f"the audio has samples of {peak:g}; full scale is 1",
@@ -236,6 +274,14 @@ def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioF
             fix="send PCM samples, or float samples in [-1, 1]",
             param=where,
         )
+
+
+def wave_features(wave: Wave, parameters: AudioParameters, where: str) -> AudioFeatures:
+    """Features of a decoded clip, resampled to the encoder's rate; no padding, no loudness normalisation.
+
+    Raises: RequestError when the clip is too short for one window or longer than the encoder's position table.
+    """
+    check_peak(wave.samples, where)
     samples = resample(wave.samples, wave.sample_rate, parameters.sample_rate)
     if len(samples) < min_samples(parameters.fft_size):
         raise RequestError(

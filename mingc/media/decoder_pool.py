@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mingc.artifacts.codec import encode
 from mingc.errors import CapacityError, ConfigError, RequestError, WorkerError
+from mingc.media.audio import Wave
 from mingc.media.decoder_process import (
     DecoderConfig,
     TaskHead,
@@ -24,11 +26,12 @@ from mingc.media.decoder_process import (
     send,
     unpack,
 )
-from mingc.media.decoding import digest_of, with_digest
+from mingc.media.decoding import digest_of, speech_finder, with_digest
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, stated_limits, too_large, undecodable
 from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
+from mingc.media.speech import BlockReader
 from mingc.prompts.features import Features
-from mingc.prompts.media_decoder import MediaTask
+from mingc.prompts.media_decoder import MediaTask, TurnRules
 
 log = logging.getLogger("mingc.preprocess")
 _EXIT_S = 5.0
@@ -120,11 +123,23 @@ class DecoderPool:
             raise features
         return features
 
+    def read_speech(self, task: MediaTask, data: bytes | memoryview, rules: TurnRules) -> PooledReader:
+        """See `MediaDecoder`."""
+        return PooledReader(self, task, data, rules)
+
     def _run(self, task: MediaTask, data: bytes | memoryview) -> Features | Exception:
         """The result, or the error that the process reports. Raises: _ProcessDied, WorkerError, ..."""
-        decoder = self._take()
-        try:
+        decoder = self.take()
+        with self.explained(decoder, task):
             features, is_reusable = decoder.run(task, data)
+        self.give_back(decoder, is_reusable=is_reusable)
+        return features
+
+    @contextlib.contextmanager
+    def explained(self, decoder: _Decoder, task: MediaTask) -> Iterator[None]:
+        """Replace a process whose work fails in this block. Raises: _ProcessDied, WorkerError, ..."""
+        try:
+            yield
         except TimeoutError as error:
             self._replace(decoder)
             log.error("media decoder %d does not answer; it was killed", decoder.process.pid)
@@ -139,13 +154,15 @@ class DecoderPool:
         except BaseException:
             self._replace(decoder)
             raise
+
+    def give_back(self, decoder: _Decoder, *, is_reusable: bool = True) -> None:
+        """Take a process back after its work."""
         with self._lock:
             is_kept = is_reusable and not self._is_closed
             if is_kept:
                 self._idle.append(decoder)
         if not is_kept:
             self._replace(decoder)
-        return features
 
     def close(self) -> None:
         """End all processes; running tasks fail."""
@@ -168,7 +185,8 @@ class DecoderPool:
         with self._lock:
             return [decoder.process.pid for decoder in self._all]
 
-    def _take(self) -> _Decoder:
+    def take(self) -> _Decoder:
+        """A process for one task. Raises: CapacityError."""
         with self._lock:
             if self._is_closed:
                 raise CapacityError("the server is stopping", code="stopping")
@@ -240,6 +258,84 @@ class _ProcessDied(Exception):
         return WorkerError(f"two media decoders were killed by signal {self.signal}", where=task.where)
 
 
+class PooledReader(BlockReader):
+    """A `SpeechReader` whose decoder is a process of the pool, from the first `read` to the end of the file.
+
+    The process waits while nobody reads; the time limit of a medium is for decoding the whole file.
+    """
+
+    def __init__(
+        self, pool: DecoderPool, task: MediaTask, data: bytes | memoryview, rules: TurnRules
+    ) -> None:
+        super().__init__(speech_finder(task, rules))
+        self._pool = pool
+        self._task = replace(task, is_stream=True)
+        self._data = data
+        self._decoder: _Decoder | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # of these two, which `close` reads on another thread
+        self._is_first_try = True
+
+    def next_block(self) -> Wave | None:
+        """See `BlockReader`. A process that dies before the first block is replaced, once. Raises: see `run`."""
+        try:
+            return self._next_block()
+        except _ProcessDied as death:
+            if self.duration_ms or self._is_closed or not self._is_first_try:
+                raise death.described(self._task) from death
+            self._is_first_try = False
+            return self.next_block()
+
+    def close(self) -> None:
+        """See `SpeechReader`."""
+        with self._lock:
+            self._is_closed = True
+        if (decoder := self._release()) is not None:
+            decoder.kill()  # a thread that reads gets an EOFError
+            self._pool.give_back(decoder, is_reusable=False)
+
+    def _next_block(self) -> Wave | None:
+        decoder = self._decoder
+        if is_new := decoder is None:
+            decoder = self._pool.take()
+            with self._lock:
+                self._decoder = None if self._is_closed else decoder
+            if self._decoder is None:
+                self._pool.give_back(decoder)
+                return None
+        assert decoder is not None
+        try:
+            with self._pool.explained(decoder, self._task):
+                if is_new:
+                    decoder.begin(self._task, self._data)
+                block = decoder.next_block()
+        except BaseException:
+            self._release()
+            raise
+        if isinstance(block, Wave):
+            return block
+        error, is_reusable = block
+        if self._release() is not None:
+            self._pool.give_back(decoder, is_reusable=is_reusable)
+        if error is not None:
+            raise error
+        return None
+
+    def _release(self) -> _Decoder | None:
+        """Take the process from this reader, if it has one."""
+        with self._lock:
+            decoder, self._decoder = self._decoder, None
+            return decoder
+
+
+def _reported(head: dict[str, Any]) -> Exception:
+    """The error that a process reports."""
+    kind: Any = ConfigError if head["is_config"] else RequestError
+    message = head["error"].pop("message")
+    error: Exception = kind(message, **head["error"])
+    return error
+
+
 class _Decoder:
     """One decoder process."""
 
@@ -277,11 +373,22 @@ class _Decoder:
         head = receive(self._socket)
         is_reusable = not head["retire"]
         if "error" in head:
-            kind: Any = ConfigError if head["is_config"] else RequestError
-            message = head["error"].pop("message")
-            return kind(message, **head["error"]), is_reusable
+            return _reported(head), is_reusable
         arrays = [receive_array(self._socket, dtype, shape) for dtype, shape in head["arrays"]]
         return with_digest(unpack(head, arrays), digest), is_reusable
+
+    def begin(self, task: MediaTask, data: bytes | memoryview) -> None:
+        """Send a task whose result `next_block` reads. Raises: see `run`."""
+        self.wait_until_ready()
+        send(self._socket, TaskHead(task=task, size=len(data)), data)
+
+    def next_block(self) -> Wave | tuple[Exception | None, bool]:
+        """A block of sound, or at the end an error and whether to use the process again. Raises: see `run`."""
+        head = receive(self._socket)
+        if "rate" not in head:
+            return _reported(head) if "error" in head else None, not head["retire"]
+        ((dtype, shape),) = head["arrays"]
+        return Wave(samples=receive_array(self._socket, dtype, shape), sample_rate=head["rate"])
 
     def wait_until_ready(self) -> None:
         """Raises: ConfigError when the process cannot import a library, and what `run` raises."""

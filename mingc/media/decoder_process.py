@@ -25,7 +25,7 @@ from PIL import Image
 from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
 from mingc.host import large_arrays
-from mingc.media.decoding import run_task
+from mingc.media.decoding import blocks_of, run_task
 from mingc.media.libraries import LIBRARIES, load_library
 from mingc.media.limits import MIB
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures
@@ -178,8 +178,16 @@ def _serve_task(sock: socket.socket, timeout_s: float, retire_bytes: int) -> Non
     data = bytes(receive_bytes(sock, head.size))
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends the process, also inside a decoder
     arrays: list[NDArray[Any]] = []
+    reply: dict[str, Any]
     try:
-        reply, arrays = pack(run_task(head.task, data))
+        if head.task.is_stream:
+            for block in blocks_of(head.task, data):
+                left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0)  # the server reads when it needs more
+                send(sock, _head([block.samples], rate=block.sample_rate), block.samples.data)
+                signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6))
+            reply = {}
+        else:
+            reply, arrays = pack(run_task(head.task, data))
     except MingcError as error:
         reply = _error_head(error)
     signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import msgspec
 
-from mingc.media.audio import load_audio
+from mingc.media.audio import Wave, audio_blocks, load_audio
 from mingc.media.image import load_image
-from mingc.media.limits import DEFAULT_MEDIA_BYTES, MediaLimits, stated_limits, too_large
+from mingc.media.limits import (
+    DEFAULT_MEDIA_BYTES,
+    MAX_STREAM_SECONDS,
+    MediaLimits,
+    stated_limits,
+    too_large,
+)
+from mingc.media.speech import BlockReader, SpeechFinder
 from mingc.media.video import load_video
 from mingc.prompts.features import Features, VideoFeatures
-from mingc.prompts.media_decoder import MediaTask
+from mingc.prompts.media_decoder import MediaTask, TurnRules
 
 
 class InProcessDecoder:
@@ -36,6 +43,10 @@ class InProcessDecoder:
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """See `MediaDecoder`."""
         return run_task(task, data)
+
+    def read_speech(self, task: MediaTask, data: bytes | memoryview, rules: TurnRules) -> BlockReader:
+        """See `MediaDecoder`."""
+        return BlockReader(speech_finder(task, rules), blocks_of(task, bytes(data)))
 
     def close(self) -> None:
         """Nothing to free."""
@@ -60,6 +71,20 @@ def run_task(task: MediaTask, data: bytes | memoryview) -> Features:
         raise too_large(
             f"decoding the {task.kind} takes more memory than its header says", task.where
         ) from error
+
+
+def blocks_of(task: MediaTask, data: bytes) -> Iterator[Wave]:
+    """The sound of a file in blocks. Raises: see `run_task`."""
+    return audio_blocks(data, task.where, max_seconds=MAX_STREAM_SECONDS)
+
+
+def speech_finder(task: MediaTask, rules: TurnRules) -> SpeechFinder:
+    """Finds speech in the sound of a task; no segment is longer than the encoder takes."""
+    audio = task.audio
+    assert audio is not None
+    longest_ms = audio.max_frames * audio.hop_samples * 1000 // audio.sample_rate
+    max_ms = longest_ms if rules.max_ms is None else min(rules.max_ms, longest_ms)
+    return SpeechFinder(audio, replace(rules, max_ms=max_ms), task.where)
 
 
 def digest_of(task: MediaTask, data: bytes | memoryview) -> bytes:

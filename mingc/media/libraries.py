@@ -10,15 +10,17 @@ from mingc.errors import ConfigError
 
 # Module: the package that pip installs.
 LIBRARIES = {"av": "av", "cv2": "opencv-python-headless", "soundfile": "soundfile"}
+# What finds speech. Decoder processes, which load all of the above, do not run it.
+_FOR_SPEECH = {"onnxruntime": "onnxruntime", "soxr": "soxr"}
 
 
 def load_library(module: str) -> Any:
-    """Import one of `LIBRARIES`. Raises: ConfigError with the `pip install`."""
+    """Import one of these libraries. Raises: ConfigError with the `pip install`."""
     try:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             return importlib.import_module(module)
     except (ImportError, OSError) as error:  # soundfile raises OSError without libsndfile
-        package = LIBRARIES[module]
+        package = (LIBRARIES | _FOR_SPEECH)[module]
         raise ConfigError(
             f"{package} cannot be imported: {error}",
             where="media input",

@@ -14,6 +14,7 @@ DEFAULT_MEDIA_BYTES = 384 * MIB
 # Of a picture or a frame as it is sent: 8192 × 8192, four times the maximum of the encoder.
 MAX_PIXELS = 1 << 26
 MAX_VIDEO_FRAMES = 1 << 18  # in a file: 2.4 hours at 30 a second
+MAX_STREAM_SECONDS = 4 * 3600  # of a file whose sound is read in blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,7 @@ def stated_limits(max_bytes: int) -> dict[str, int]:
         "image_pixels": MAX_PIXELS,
         "frame_pixels": MAX_PIXELS,
         "video_frames": MAX_VIDEO_FRAMES,
+        "transcribed_seconds": MAX_STREAM_SECONDS,
     }
 
 

@@ -16,7 +16,13 @@ from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, Visio
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaKind, MediaPart, Message, ToolCall, VideoParams
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
-from mingc.prompts.media_decoder import NO_SOUND, MediaDecoder, MediaTask
+from mingc.prompts.media_decoder import (
+    NO_SOUND,
+    MediaDecoder,
+    MediaTask,
+    SpeechReader,
+    TurnRules,
+)
 from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
@@ -84,13 +90,19 @@ class ChatProcessor:
         self._encode.clear()
 
     def prepare(
-        self, messages: Sequence[Message], *, video: VideoParams | None = None, thinking: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        video: VideoParams | None = None,
+        thinking: bool = False,
+        answer: str = "",
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
         System messages at any place are joined by newlines. Earlier calls of tools and their results stand as the
         released template writes them; its block of tools is not written. Media stand where their parts stand, whatever
-        the text says; the reference drops one medium for each literal tag of its kind (`<image>`).
+        the text says; the reference drops one medium for each literal tag of its kind (`<image>`). The answer begins
+        with `answer`, which the model continues.
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
@@ -110,7 +122,19 @@ class ChatProcessor:
         if left.num_media:
             num_text = len(self._write(messages, thinking, lambda part: ()).ids)
             left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
-        return self._finish(self._write(messages, thinking, lambda part: self._features(part, video, left)))
+        writer = self._write(messages, thinking, lambda part: self._features(part, video, left))
+        writer.text(answer)
+        writer.close()
+        return self._finish(writer)
+
+    def read_speech(self, audio: bytes | memoryview, where: str, rules: TurnRules) -> SpeechReader:
+        """Find the speech in an encoded file. Raises: RequestError without an encoder of sound or a decoder."""
+        task = MediaTask(
+            kind="audio", where=where, max_bytes=0, audio=_require_encoder(self._audio, "audio", where)
+        )
+        if self._decoder is None:
+            raise _no_decoder(where)
+        return self._decoder.read_speech(task, audio, rules)
 
     def _write(
         self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Iterable[Features]]
@@ -185,9 +209,7 @@ class ChatProcessor:
             num_media=left.num_media,
         )
         if self._decoder is None:
-            raise RequestError(
-                "this service decodes no media", where=part.where, fix="send text only", param=part.where
-            )
+            raise _no_decoder(part.where)
         try:
             return self._decoder.run(task, part.data)
         except RequestError as error:
@@ -249,6 +271,10 @@ def _kinds(part: MediaPart, video: VideoParams) -> Sequence[MediaKind]:
     """What is decoded from a part, in the order of the prompt; the official code has no rule for sound of videos."""
     has_sound = part.kind == "video" and video.use_audio and isinstance(part.data, bytes | memoryview)
     return ("video", "audio") if has_sound else (part.kind,)
+
+
+def _no_decoder(where: str) -> RequestError:
+    return RequestError("this service decodes no media", where=where, fix="send text only", param=where)
 
 
 def _require_encoder(parameters: _Parameters | None, kind: MediaKind, where: str) -> _Parameters:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
-from mingc.prompts.features import Features
+from mingc.prompts.features import AudioFeatures, Features
 
 NO_SOUND = "no_audio_track"  # code of the error for a file without sound
 
@@ -24,6 +24,7 @@ class MediaTask:
         max_pixels: an image with more is scaled down to so many; None: only as the encoder requires it.
         max_tokens: most tokens of the medium; None: no limit.
         num_media: this medium and those that follow it, which share the tokens.
+        is_stream: whether sound is returned in blocks of samples, not as features.
     """
 
     kind: MediaKind
@@ -35,6 +36,57 @@ class MediaTask:
     max_pixels: int | None = None
     max_tokens: int | None = None
     num_media: int = 1
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRules:
+    """When speech begins and ends, by the probability of speech of each 32 ms (spec: serving-next.md §5).
+
+    Attributes:
+        threshold: probability from which a frame is speech; below this − 0.15 it is silence.
+        prefix_padding_ms: what belongs to a turn before its first speech.
+        silence_ms: so much silence ends a turn.
+        max_ms: a longer turn is cut where speech is least probable; None: no limit.
+    """
+
+    threshold: float = 0.5
+    prefix_padding_ms: int = 300
+    silence_ms: int = 500
+    max_ms: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechSegment:
+    """Speech between silences. Times count from the beginning of the file.
+
+    `features` also have the padding around it. `probability`: mean probability of speech.
+    """
+
+    start_ms: int
+    end_ms: int
+    probability: float
+    features: AudioFeatures
+
+
+class SpeechReader(Protocol):
+    """Finds the segments of speech in one file, from its beginning to its end, in constant memory."""
+
+    @property
+    def duration_ms(self) -> int:
+        """How much of the file was read."""
+        ...
+
+    def read(self) -> Sequence[SpeechSegment] | None:
+        """Read on for some seconds of sound: the segments that ended there; None after the end. Blocks.
+
+        Raises: see `MediaDecoder.run`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop, also while another thread reads."""
+        ...
 
 
 class MediaDecoder(Protocol):
@@ -63,6 +115,10 @@ class MediaDecoder(Protocol):
 
         Raises: RequestError when it cannot be decoded or exceeds a limit, ConfigError when a library is missing.
         """
+        ...
+
+    def read_speech(self, task: MediaTask, data: bytes | memoryview, rules: TurnRules) -> SpeechReader:
+        """Read the speech of a file, whose `task` has `audio`. Nothing is decoded before `SpeechReader.read`."""
         ...
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.media_decoder import TurnRules
 
 FinishReason = Literal["stop", "length"]
 
@@ -123,6 +124,28 @@ class SpeechRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TranscriptionRequest:
+    """A file of sound to transcribe.
+
+    Attributes:
+        audio: the encoded file; `where` names it in errors.
+        language: the model's name of the language; None: the model recognizes it.
+        topic, keywords: what the speech is about, and words that may occur.
+        sampling: of the answer to each segment of speech.
+        rules: how segments are found.
+    """
+
+    request_id: str
+    audio: bytes | memoryview
+    where: str
+    sampling: SamplingParams
+    language: str | None = None
+    topic: str = ""
+    keywords: tuple[str, ...] = ()
+    rules: TurnRules = field(default_factory=TurnRules)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
     """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`."""
 
@@ -131,6 +154,12 @@ class Usage:
     completion_tokens: int = 0
     audio_patches: int = 0
     audio_seconds: float = 0.0
+
+    def plus(self, other: Usage) -> Usage:
+        """The sums of both."""
+        return Usage(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Usage)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +229,49 @@ class Done:
 
 
 Event = TextDelta | AudioDelta | TextDone | Done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TranscriptDelta:
+    """Text added to a transcript. All of them joined are the transcript."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TranscriptSegment:
+    """One segment of speech, after its deltas.
+
+    Attributes:
+        start_ms, end_ms: from its first to its last speech.
+        language: as the model names it; None: it did not.
+        speech_probability: mean over the segment.
+        tokens: of the answer, with its language.
+        logprob: mean log probability of the tokens; None if it was not asked for.
+        audio_tokens: how many of the prompt's tokens are sound.
+    """
+
+    start_ms: int
+    end_ms: int
+    text: str
+    language: str | None
+    speech_probability: float
+    tokens: tuple[int, ...]
+    logprob: float | None
+    usage: Usage
+    audio_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TranscriptDone:
+    """Last event of a transcription. `duration_ms`: of the file. The sums of all segments."""
+
+    duration_ms: int
+    usage: Usage
+    audio_tokens: int
+
+
+TranscriptEvent = TranscriptDelta | TranscriptSegment | TranscriptDone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,9 +365,9 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `chat` and `speech` yield events until `Done`; closing the iterator cancels the request, which frees its pages
-    and slots at the next step. They raise RequestError before the first event when the request cannot be served,
-    CapacityError when queues are full, WorkerError when an engine fails.
+    `chat` and `speech` yield events until `Done`, `transcribe` until `TranscriptDone`; closing the iterator cancels
+    the request, which frees its pages and slots at the next step. They raise RequestError before the first event when
+    the request cannot be served, CapacityError when queues are full, WorkerError when an engine fails.
     """
 
     @property
@@ -319,6 +391,8 @@ class Service(Protocol):
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
+
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]: ...
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """Refuse new requests, let running ones continue for `shutdown_timeout_s`, then fail them with WorkerError.

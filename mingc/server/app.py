@@ -20,6 +20,7 @@ from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
 from mingc.server.error_objects import encode_error, public_error
+from mingc.server.http.forms import FORM
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
@@ -29,7 +30,13 @@ from mingc.server.http.response_schemas import (
     health_response,
     model_object,
 )
-from mingc.server.http.routes import GenerationRoute, HttpState, handle_chat, handle_speech
+from mingc.server.http.routes import (
+    GenerationRoute,
+    HttpState,
+    handle_chat,
+    handle_speech,
+    handle_transcription,
+)
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -80,6 +87,12 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
         routes=[
             Route("/v1/chat/completions", GenerationRoute(http, handle_chat), methods=["POST"]),
             Route("/v1/audio/speech", GenerationRoute(http, handle_speech), methods=["POST"]),
+            Route(
+                "/v1/audio/transcriptions",
+                GenerationRoute(http, handle_transcription, body_type=FORM),
+                methods=["POST"],
+            ),
+            Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),
         ],
         middleware=[
@@ -92,6 +105,14 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     app.router.redirect_slashes = False
     app.state.server = state
     return app
+
+
+async def _refuse_translation(request: Request) -> Response:
+    raise RequestError(
+        "Speech is not translated: the model has no released prompt for it. Use /v1/audio/transcriptions, or send the "
+        "sound to /v1/chat/completions and ask for a translation.",
+        code="unsupported_endpoint",
+    )
 
 
 def _information_routes(state: ServerState) -> list[Route]:

@@ -22,7 +22,17 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from mingc import __version__
-from mingc.runtime.request import AudioDelta, Done, Event, ServiceInfo, ServiceLoad, TextDelta, Usage
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    ServiceInfo,
+    ServiceLoad,
+    TextDelta,
+    TranscriptDone,
+    TranscriptEvent,
+    Usage,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -304,6 +314,15 @@ class Metrics:
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
         self._audio_seconds.inc(usage.audio_seconds)
+
+    async def count_transcript(
+        self, events: AsyncIterator[TranscriptEvent]
+    ) -> AsyncIterator[TranscriptEvent]:
+        """Yield `events`, and count the tokens of the last one."""
+        async for event in events:
+            if isinstance(event, TranscriptDone):
+                self.count_usage(event.usage)
+            yield event
 
     def observe_stages(self, timings_ms: Mapping[str, float]) -> None:
         """Record the stages of a finished request from `Done.timings_ms`; a stage that it did not have is left out."""

@@ -438,7 +438,7 @@ def test_an_error_of_the_process_is_raised_here_and_a_process_that_retires_is_en
     head = {"retire": retires, "is_config": is_config, "error": {"message": "no", "where": "w", "fix": "f"}}
     decoder = Answering(head, monkeypatch)
     pool = DecoderPool()
-    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    monkeypatch.setattr(pool, "take", lambda: decoder)
     with pytest.raises(kind) as caught:
         pool.run(IMAGE, b"data")
     error = caught.value
@@ -455,7 +455,7 @@ def test_an_error_of_the_process_is_raised_here_and_a_process_that_retires_is_en
 def test_a_process_whose_reply_cannot_be_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = Answering({"arrays": []}, monkeypatch)  # "retire" is missing
     pool = DecoderPool()
-    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    monkeypatch.setattr(pool, "take", lambda: decoder)
     with pytest.raises(KeyError):
         pool.run(IMAGE, b"data")
     assert decoder.ended == [False] and decoder not in pool._idle
@@ -467,7 +467,7 @@ def test_a_process_whose_pool_was_closed_meanwhile_is_not_kept(monkeypatch: pyte
     head = {"retire": False, "is_config": False, "error": {"message": "no"}}
     decoder = Answering(head, monkeypatch)
     pool = DecoderPool()
-    monkeypatch.setattr(pool, "_take", lambda: decoder)
+    monkeypatch.setattr(pool, "take", lambda: decoder)
     pool.close()
     with pytest.raises(RequestError):
         pool.run(IMAGE, b"data")

@@ -6,14 +6,20 @@ The words are `fail first`, `fail midway`, `crash midway`, `overloaded`, `endles
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 
 import numpy as np
+from preprocess_data import audio_parameters
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
+from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, TextPart
+from mingc.prompts.media_decoder import MediaTask, SpeechSegment
+from mingc.prompts.transcription import answer_start
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -24,8 +30,11 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TranscriptEvent,
+    TranscriptionRequest,
     Usage,
 )
+from mingc.runtime.service.transcriber import transcribe
 
 SAMPLE_RATE = 44100
 PATCH_SAMPLES = 14112
@@ -63,6 +72,8 @@ class FakeService:
         self._ready = ready
         self.chats: list[ChatRequest] = []
         self.speeches: list[SpeechRequest] = []
+        self.transcriptions: list[TranscriptionRequest] = []
+        self.transcripts = ["English\thello world"]
         self.ends: dict[str, str] = {}
         self.running: set[str] = set()
         self.shutdown_timeouts: list[float] = []
@@ -104,6 +115,30 @@ class FakeService:
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
         async for event in self._run(request.request_id, request.text, [], spoken=True):
+            yield event
+
+    def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+        """Real segments; `transcripts` in turn are their answers, of which earlier ones take longer."""
+        self.transcriptions.append(request)
+        task = MediaTask(kind="audio", where=request.where, max_bytes=0, audio=audio_parameters())
+        reader = InProcessDecoder().read_speech(task, request.audio, request.rules)
+        numbers = itertools.count()
+
+        def answer(segment: SpeechSegment) -> AsyncGenerator[Event]:
+            number = next(numbers)
+            text = self.transcripts[number % len(self.transcripts)]
+            start = answer_start(request.language)
+            words = re.findall(r"\S+|\s", text.removeprefix(start) if start else text)
+            return self._transcript(f"{request.request_id}-{number}", request, words, number)
+
+        return transcribe(reader, lambda: asyncio.to_thread(reader.read), answer, request.language)
+
+    async def _transcript(
+        self, name: str, request: TranscriptionRequest, words: list[str], number: int
+    ) -> AsyncGenerator[Event]:
+        await asyncio.sleep(0.02 * (3 - number % 4))
+        events: list[Event] = [TextDelta(text=word, token=index) for index, word in enumerate(words)]
+        async for event in self._run(name, request.topic, events, spoken=False):
             yield event
 
     async def close(self, *, shutdown_timeout_s: float) -> None:

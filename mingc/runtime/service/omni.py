@@ -12,14 +12,16 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.media_decoder import SpeechSegment
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer
+from mingc.prompts.transcription import answer_start, transcription_message
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
@@ -32,6 +34,8 @@ from mingc.runtime.request import (
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
+    TranscriptEvent,
+    TranscriptionRequest,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
 from mingc.runtime.service.output_processor import (
@@ -41,6 +45,7 @@ from mingc.runtime.service.output_processor import (
     Timings,
 )
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.service.transcriber import transcribe
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
@@ -93,7 +98,10 @@ class OmniService:
         self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
         self._running_chats: set[RequestStream] = set()
-        self._is_closing = False
+        self._files = asyncio.Semaphore(
+            num_threads
+        )  # that are transcribed; of one event loop, like the queue
+        self._is_closing = self._is_stopped = False
         self._failure: ServeError | None = None
         self._report_failure: Callable[[ServeError], None] = lambda error: None
         self._failure_lock = threading.Lock()
@@ -211,6 +219,30 @@ class OmniService:
             priority=request.priority,
         )
 
+    async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+        """Events of a transcript. See `Service`.
+
+        At most `num_threads` files are read at a time, as each of them keeps a decoder process; others wait.
+        """
+        processor = self._chat_pipeline().processor
+        reader = processor.read_speech(request.audio, request.where, request.rules)
+
+        def answer(segment: SpeechSegment) -> AsyncGenerator[Event]:
+            message = transcription_message(
+                segment.features, request.where, topic=request.topic, keywords=request.keywords
+            )
+            start = answer_start(request.language)
+            return self.answer(
+                lambda: processor.prepare([message], answer=start), request.sampling, is_part=True
+            )
+
+        with self._begin(is_chat=True):
+            async with self._files:
+                events = transcribe(reader, lambda: self._offload(reader.read), answer, request.language)
+                async with aclosing(events):
+                    async for event in events:
+                        yield event
+
     def prepare(
         self,
         messages: Sequence[Message],
@@ -232,7 +264,8 @@ class OmniService:
         is_live: bool = False,
         speech_text: SpeechText | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[Event]:
+        is_part: bool = False,
+    ) -> AsyncGenerator[Event]:
         """Events of the answer to the prompt that `prepare` returns; a preprocessing thread calls it.
 
         Args:
@@ -240,12 +273,13 @@ class OmniService:
             recorder: gets the logits of all tokens and the values of all patches.
             is_live, priority: see `ChatRequest`.
             speech_text: the rules by which the answer is read; None: the service's.
+            is_part: whether the answer belongs to a request that has begun, which goes on while the service closes.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
         speech = self._speech_pipeline() if speech_params is not None else None
         sampling_seed = sampling.seed if sampling.seed is not None else random_seed()
-        with self._begin(is_chat=True) as stream:
+        with self._begin(is_chat=True, is_part=is_part) as stream:
             speech_stream: SpeechStream | None = None
             spoken_text: SpokenText | None = None
             job: int | None = None
@@ -365,6 +399,7 @@ class OmniService:
         deadline = asyncio.get_running_loop().time() + shutdown_timeout_s
         while self._running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        self._is_stopped = True
         for stream in list(self._running):
             stream.put(FailedItem(error=WorkerError("the server is stopping", status=503)))
         await asyncio.get_running_loop().run_in_executor(None, self._stop)
@@ -443,12 +478,13 @@ class OmniService:
         )
 
     @contextmanager
-    def _begin(self, *, is_chat: bool) -> Iterator[RequestStream]:
-        if self._is_closing:
+    def _begin(self, *, is_chat: bool, is_part: bool = False) -> Iterator[RequestStream]:
+        if self._is_stopped if is_part else self._is_closing:
             raise CapacityError("the server is stopping", code="stopping")
         loop = asyncio.get_running_loop()
         if self._event_queue is None or self._event_queue.loop is not loop:
             self._event_queue = EventQueue(loop)
+            self._files = asyncio.Semaphore(self._num_threads)
         stream = RequestStream(self._event_queue)
         self._running.add(stream)
         if is_chat:

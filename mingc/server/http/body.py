@@ -142,9 +142,13 @@ class BodyBudget:
 
 
 async def read_body(
-    request: Request, options: ServeOptions, budget: BodyBudget, charge: Charge
+    request: Request,
+    options: ServeOptions,
+    budget: BodyBudget,
+    charge: Charge,
+    expected_type: str = "application/json",
 ) -> memoryview:
-    """Read the whole body of a JSON request; charge it once its first 64 KiB have arrived.
+    """Read the whole body of a request; charge it once its first 64 KiB have arrived.
 
     Raises:
         RequestError: for a wrong content type or a compressed body (415), a body too large (413) or too slow (408).
@@ -152,9 +156,9 @@ async def read_body(
         ClientDisconnect: if the client left before the end.
     """
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    if media_type != expected_type:
         raise RequestError(
-            f"Content-Type {shorten(media_type)} is not supported: send 'application/json'.",
+            f"Content-Type {shorten(media_type)} is not supported: send '{expected_type}'.",
             status=415,
             code="unsupported_media_type",
         )

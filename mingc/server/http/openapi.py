@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
+from mingc.server.http.forms import FORM
 from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
 from mingc.server.http.response_schemas import (
     ChatCompletion,
@@ -19,6 +20,7 @@ from mingc.server.http.response_schemas import (
     ReadyResponse,
     VoiceList,
 )
+from mingc.server.http.transcriptions import Transcription, TranscriptionBody, VerboseTranscription
 
 Json = dict[str, Any]
 
@@ -26,7 +28,10 @@ Json = dict[str, Any]
 _STRUCTS = (
     CHAT_BODY,
     SPEECH_BODY,
+    TranscriptionBody,
     ChatCompletion,
+    Transcription,
+    VerboseTranscription,
     ModelList,
     ModelObject,
     VoiceList,
@@ -60,10 +65,23 @@ def _paths() -> Json:
     chat = {**_json(ChatCompletion), "text/event-stream": {}}
     kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm")
     speech: Json = {name: {} for name in (*(f"audio/{kind}" for kind in kinds), "text/event-stream")}
+    either = [_schema(each)["schema"] for each in (Transcription, VerboseTranscription)]
+    transcript: Json = {
+        "application/json": {"schema": {"anyOf": either}},
+        "text/plain": _TEXT,
+        "text/vtt": _TEXT,
+        "text/event-stream": {},
+    }
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {"post": _generation("Answer a conversation.", CHAT_BODY, chat)},
         "/v1/audio/speech": {"post": _generation("Speak a text.", SPEECH_BODY, speech)},
+        "/v1/audio/transcriptions": {
+            "post": _generation("Transcribe speech.", TranscriptionBody, transcript, body_type=FORM)
+        },
+        "/v1/audio/translations": {
+            "post": {"summary": "Refused.", "responses": {"400": _ERROR, "401": _ERROR}}
+        },
         "/v1/models": {"get": _list("The served model under each of its names.", _json(ModelList))},
         "/v1/models/{model}": {
             "get": {**_list("The served model under one name.", _json(ModelObject)), "parameters": [model]}
@@ -78,11 +96,23 @@ def _paths() -> Json:
     }
 
 
-def _generation(summary: str, body: type[Struct], content: Json) -> Json:
-    statuses = ("400", "401", "404", "408", "413", "415", "500", "503")
+def _generation(
+    summary: str, body: type[Struct], content: Json, *, body_type: str = "application/json"
+) -> Json:
+    statuses = (
+        "400",
+        "401",
+        *(("403",) if body_type == FORM else ()),
+        "404",
+        "408",
+        "413",
+        "415",
+        "500",
+        "503",
+    )
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": _json(body)},
+        "requestBody": {"required": True, "content": {body_type: _schema(body)}},
         "responses": {
             "200": {"description": "The answer, whole or as a stream.", "content": content},
             **{status: _ERROR for status in statuses},
@@ -114,4 +144,8 @@ def _probe(summary: str, body: type[Struct]) -> Json:
 
 
 def _json(body: type[Struct]) -> Json:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    return {"application/json": _schema(body)}
+
+
+def _schema(body: type[Struct]) -> Json:
+    return {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}

@@ -223,7 +223,9 @@ def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
     return {
         "input_modalities": [name for name, is_able in inputs.items() if is_able],
         "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
-        "routes": ["/v1/chat/completions"] * info.has_text + ["/v1/audio/speech"] * info.has_speech,
+        "routes": ["/v1/chat/completions"] * info.has_text
+        + ["/v1/audio/transcriptions"] * (info.has_text and info.has_audio_input)
+        + ["/v1/audio/speech"] * info.has_speech,
         "media_limits": {"request_bytes": options.max_media_bytes, **info.media_limits}
         if info.media_limits
         else UNSET,

@@ -1,4 +1,4 @@
-"""The two routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
+"""The routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
 
 `parsing` checks the body, `streaming` writes the response.
 """
@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError
+from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import parse_chat, parse_speech
 from mingc.server.http.response_schemas import ChatResponseBuilder, sse
@@ -37,9 +40,11 @@ from mingc.server.http.streaming import (
     speech_events,
     speech_parts,
 )
+from mingc.server.http.transcriptions import parse_transcription, transcript_events, whole_transcript
 from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import route_of
 from mingc.server.options import ServeOptions
+from mingc.server.origins import check_origin
 from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
@@ -95,11 +100,12 @@ Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
 class RequestBody:
     """The body of a request, its charge, and what it adds to its API key's sums.
 
-    `take` drops the body, so that it is freed once it is parsed.
+    `take` drops the body, so that it is freed once it is parsed. `content_type` has the boundary of a form.
     """
 
     charge: Charge
     key: KeyUse
+    content_type: str = JSON
     raw: memoryview = _EMPTY
 
     def take(self) -> memoryview:
@@ -108,23 +114,36 @@ class RequestBody:
 
 
 class GenerationRoute:
-    """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response."""
+    """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response.
 
-    def __init__(self, state: HttpState, handler: Handler) -> None:
+    `body_type`: the media type of the body. Web pages may send a form without asking first, so its origin is checked.
+    """
+
+    def __init__(self, state: HttpState, handler: Handler, *, body_type: str = JSON) -> None:
         self._state = state
         self._handler = handler
+        self._body_type = body_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, server, route = self._state, self._state.server, route_of(scope)
+        request = Request(scope, receive)
+        if self._body_type == FORM:
+            check_origin(request.headers, server.options.cors_origins)
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
         with ExitStack() as place:
             place.enter_context(server.metrics.request_duration.labels(route).time())
             key = place.enter_context(server.key_limits.admit(scope.get("state", {}).get("api_key")))
             place.enter_context(server.admit())
-            body = RequestBody(charge=place.enter_context(state.bodies.charge()), key=key)
+            body = RequestBody(
+                charge=place.enter_context(state.bodies.charge()),
+                key=key,
+                content_type=request.headers.get("content-type", JSON),
+            )
             try:
-                body.raw = await read_body(Request(scope, receive), server.options, state.bodies, body.charge)
+                body.raw = await read_body(
+                    request, server.options, state.bodies, body.charge, self._body_type
+                )
             except ClientDisconnect:
                 server.metrics.requests_cancelled.labels(route).inc()
                 return
@@ -217,6 +236,29 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
             async with timer.measure(server.service.chat(request)) as events:
                 whole = await chat_completion(events, builder, kept)
             await response.send_whole(JSON, *whole)
+
+
+async def handle_transcription(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/audio/transcriptions`. The file is a view of the body, so the body stays charged."""
+    server = state.server
+    parse = partial(parse_transcription, content_type=body.content_type)
+    parsed = await state.parse(parse, body.take())
+    # so many answers are written at a time
+    body.key.add_chat(
+        parsed.prompt_text * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD, is_spoken=False
+    )
+    request = replace(parsed.request, request_id=f"transcript-{uuid.uuid4().hex[:24]}")
+    async with aclosing(server.service.transcribe(request)) as events:
+        counted = server.metrics.count_transcript(events)
+        if parsed.stream:
+            await response.send_stream(SSE, transcript_events(counted))
+        else:
+            content_type, data = await whole_transcript(counted, parsed)
+            await response.send_whole(content_type, len(data), _whole(data))
+
+
+async def _whole(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
