@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from mingc.errors import ServeError, WorkerError
 from mingc.prompts.speech_prompt import caption_instruction
@@ -29,6 +30,7 @@ from mingc.runtime.request import (
     TranscriptEvent,
     TranscriptionRequest,
 )
+from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText
 
 _AHEAD = 2  # so many segments of a request are generated at a time: the segment that is sent, and the next
@@ -59,12 +61,25 @@ class SpeechInfo:
     speech_text: SpeechText
 
 
+class RemoteVoices(Protocol):
+    """The voices of a speech deployment; see `Service` and `OmniService.find_voice`."""
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]: ...
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo: ...
+
+    async def remove_voice(self, name: str) -> VoiceInfo: ...
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams: ...
+
+
 class RemoteSpeechService:
     """`Service` over a service without speech and a deployment with it.
 
     Args:
         speak: calls any speech replica for the events of one segment.
         speech: calls any speech replica for the events of a speech request.
+        voices: asks any speech replica about voices.
     """
 
     def __init__(
@@ -74,10 +89,12 @@ class RemoteSpeechService:
         *,
         speak: Callable[[SegmentCall], AsyncGenerator[Event]],
         speech: Callable[[SpeechRequest], AsyncGenerator[Event]],
+        voices: RemoteVoices,
     ) -> None:
         self._text = text
         self._speak = speak
         self._speech = speech
+        self._voices = voices
         self.update(info)
 
     def update(self, info: SpeechInfo) -> None:
@@ -122,10 +139,25 @@ class RemoteSpeechService:
             return events
         return self._spoken_chat(events, request, request.speech)
 
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """See `Service`."""
+        return await self._voices.list_voices()
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices.add_voice(voice)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices.remove_voice(name)
+
     async def _spoken_chat(
         self, text: AsyncIterator[Event], request: ChatRequest, params: SpeechParams
     ) -> AsyncGenerator[Event]:
         caption_instruction(params.instructions or "")  # raises before any text is sent
+        if params.reference is not None or params.voice not in (None, *self.info.voices):
+            # Once for all segments, which any replica may speak and whose voice may be removed meanwhile.
+            params = await self._voices.find_voice(params, "audio.")
         seed = params.seed if params.seed is not None else request.sampling.seed
         spoken = SpokenText(self._max_segment_length, self._speech_text)
         call = SegmentCall(

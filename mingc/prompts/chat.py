@@ -15,7 +15,7 @@ import numpy as np
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaKind, MediaPart, Message, ToolCall, VideoParams
-from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
+from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VoiceClip
 from mingc.prompts.media_decoder import (
     NO_SOUND,
     MediaDecoder,
@@ -253,6 +253,7 @@ class ChatProcessor:
 def _num_tokens(features: Features, merge_size: int) -> int:
     if isinstance(features, AudioFeatures):
         return features.num_tokens
+    assert not isinstance(features, VoiceClip), "a prompt has no voices"
     vision = features.vision if isinstance(features, VideoFeatures) else features
     return vision.num_tokens(merge_size)
 

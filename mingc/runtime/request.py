@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
+from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 
 FinishReason = Literal["stop", "length"]
 
@@ -81,10 +82,14 @@ class SamplingParams:
 class SpeechParams:
     """Parameters of speech generation. None selects the artifact's default.
 
+    `voice`: a name, or the id of an uploaded voice. `reference`: a voice that the request brings along, which is used
+    instead.
+
     `speech_lead`: patches that live speech may be ahead of its playback, 0: no limit; None: the server's.
     """
 
     voice: str | None = None
+    reference: VoiceSample | VoicePack | None = None
     instructions: str | None = None
     seed: int | None = None
     max_steps: int | None = None
@@ -297,7 +302,7 @@ class ServiceInfo:
 
     model: str
     sample_rate: int
-    voices: tuple[str, ...]
+    voices: tuple[str, ...]  # of the artifact
     default_voice: str | None
     has_text: bool  # the artifact has a thinker, so chat works
     has_image: bool
@@ -391,6 +396,21 @@ class Service(Protocol):
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """All voices: the artifact's, then the uploaded ones, the oldest first."""
+        ...
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """Register a voice and keep it.
+
+        Raises: RequestError when it cannot be used, its name is taken, or voices are not kept; 507 without space.
+        """
+        ...
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """Remove an uploaded voice by id or name. Raises: RequestError (404; 403 for one of the artifact's)."""
+        ...
 
     def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]: ...
 

@@ -79,7 +79,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.export.checkpoint",
         "mingc.export.stage",
-        "mingc.export.weights",
         "mingc.media.dsp",
     ),
     "mingc.export.checks": (
@@ -250,6 +249,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.media.dsp",
         "mingc.prompts",
         "mingc.runtime",
         "mingc.runtime.engines",
@@ -259,6 +259,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",
+        "mingc.media.dsp",
         "mingc.options",
         "mingc.prompts",
         "mingc.runtime",

@@ -46,9 +46,11 @@ from mingc.runtime.service.output_processor import (
 )
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
 from mingc.runtime.service.transcriber import transcribe
+from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
@@ -166,7 +168,9 @@ class OmniService:
             talkers = self._speech.talkers
             waiting["talker"] = talkers.num_waiting
             listeners, num_underruns = talkers.listeners, talkers.num_underruns
-            limits |= talkers.limits
+            limits |= {**talkers.limits}
+            if self._speech.voices is not None:
+                limits |= self._speech.voices.limits
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
@@ -285,6 +289,7 @@ class OmniService:
             job: int | None = None
             try:
                 if speech is not None and speech_params is not None:
+                    speech_params = await self.find_voice(speech_params, "audio.")
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
                         speech,
@@ -366,6 +371,7 @@ class OmniService:
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
+            params = await self.find_voice(params)
             speech_stream = self._open_speech_stream(
                 speech,
                 params,
@@ -388,6 +394,30 @@ class OmniService:
                         yield event
             finally:
                 speech_stream.close()
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """See `Service`."""
+        if self._speech is None or self._speech.voices is None:
+            return ()
+        return await self._speech.voices.list(self._offload)
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """See `Service`."""
+        with self._begin(is_chat=False):
+            return await self._voices().add(voice, self._offload)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices().remove(name, self._offload)
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        """`params` with the voice that they name or bring along, unless it is one of the artifact's.
+
+        Raises: RequestError when it is unknown or cannot be used; `prefix` is the path of its fields in the request.
+        """
+        if self._speech_pipeline().voices is None and params.reference is None:
+            return params
+        return await self._voices().resolve(params, self._offload, prefix=prefix)
 
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """See `Service`. Calling it again does nothing."""
@@ -434,8 +464,12 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
-        if self._chat is not None and self._chat.media is not None:
-            self._chat.media.close()
+        for media in (
+            None if self._chat is None else self._chat.media,
+            None if self._speech is None or self._speech.voices is None else self._speech.voices.media,
+        ):
+            if media is not None:
+                media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:
@@ -451,6 +485,12 @@ class OmniService:
                 "this model was exported without its talker: it cannot speak", code="unsupported_model"
             )
         return self._speech
+
+    def _voices(self) -> Voices:
+        voices = self._speech_pipeline().voices
+        if voices is None:
+            raise RequestError("this service registers no voices", code="unsupported_parameter")
+        return voices
 
     def _open_speech_stream(
         self,

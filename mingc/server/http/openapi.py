@@ -11,14 +11,16 @@ from msgspec import Struct
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http.forms import FORM
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, NewVoiceForm
 from mingc.server.http.response_schemas import (
     ChatCompletion,
     HealthResponse,
     ModelList,
     ModelObject,
     ReadyResponse,
+    VoiceDeleted,
     VoiceList,
+    VoiceObject,
 )
 from mingc.server.http.transcriptions import Transcription, TranscriptionBody, VerboseTranscription
 
@@ -35,6 +37,9 @@ _STRUCTS = (
     ModelList,
     ModelObject,
     VoiceList,
+    NewVoiceForm,
+    VoiceObject,
+    VoiceDeleted,
     HealthResponse,
     ReadyResponse,
     ErrorResponse,
@@ -86,7 +91,16 @@ def _paths() -> Json:
         "/v1/models/{model}": {
             "get": {**_list("The served model under one name.", _json(ModelObject)), "parameters": [model]}
         },
-        "/v1/audio/voices": {"get": _list("Voices.", _json(VoiceList))},
+        "/v1/audio/voices": {
+            "get": _list("Voices.", _json(VoiceList)),
+            "post": _generation("Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM),
+        },
+        "/v1/audio/voices/{voice}": {
+            "delete": {
+                **_list("Remove a voice that was added.", _json(VoiceDeleted)),
+                "parameters": [{**model, "name": "voice"}],
+            }
+        },
         "/health": {"get": _probe("Whether the server works.", HealthResponse)},
         "/ready": {"get": _probe("Whether to send requests here.", ReadyResponse)},
         "/metrics": {"get": _list("Prometheus metrics.", {"text/plain": _TEXT})},

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -15,20 +16,35 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.errors import CapacityError, MingcError
+from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.prompts.conversation import MediaPart
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
-from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest
+from mingc.runtime.request import (
+    ChatRequest,
+    SamplingParams,
+    Service,
+    ServiceInfo,
+    SpeechParams,
+    SpeechRequest,
+    TranscriptDelta,
+    TranscriptionRequest,
+    TranscriptSegment,
+)
+from mingc.runtime.voices import VoiceSample
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.field_errors import invalid
 from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
-from mingc.server.http.parsing import parse_chat, parse_speech
-from mingc.server.http.response_schemas import ChatResponseBuilder, sse
+from mingc.server.http.parsing import no_speech, parse_chat, parse_speech, parse_voice
+from mingc.server.http.request_schemas import MAX_RECORDING_S, MAX_REF_TEXT, MAX_SAMPLE_BYTES
+from mingc.server.http.response_schemas import ChatResponseBuilder, sse, voice_object
 from mingc.server.http.streaming import (
     JSON,
     SSE,
@@ -49,6 +65,7 @@ from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
 
+_MAX_TRANSCRIPTS = 1000  # of recordings that requests bring along
 _EMPTY = memoryview(b"")
 _PARSED_INLINE = 64 * 1024  # bytes that are parsed faster than they are handed to a thread
 Parsed = TypeVar("Parsed")
@@ -67,6 +84,8 @@ class HttpState:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mingc-parse"), init=False
     )
 
+    _words: dict[bytes, str] = field(default_factory=dict, init=False)  # of recordings, by their hash
+
     @classmethod
     def of(cls, server: ServerState) -> HttpState:
         options = server.options
@@ -83,6 +102,24 @@ class HttpState:
         """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
         return closing(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
 
+    async def with_recording(
+        self, speech: SpeechParams | None, ref_audio: MediaPart | None
+    ) -> SpeechParams | None:
+        """`speech` with the bytes of the recording of its voice."""
+        if speech is None or ref_audio is None or not isinstance(speech.reference, VoiceSample):
+            return speech
+        recording = await self.media.load_one(ref_audio, MAX_SAMPLE_BYTES)
+        sample = replace(speech.reference, recording=recording)
+        if not sample.transcript and self.server.service.info.has_audio_input:
+            key = hashlib.sha256(recording).digest()
+            if (words := self._words.get(key)) is None:
+                words = (await transcribed(self.server.service, sample)).transcript or ""
+                while len(self._words) >= _MAX_TRANSCRIPTS:
+                    del self._words[next(iter(self._words))]
+                self._words[key] = words
+            sample = replace(sample, transcript=words)
+        return replace(speech, reference=sample)
+
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
     ) -> Parsed:
@@ -91,6 +128,12 @@ class HttpState:
         if len(raw) <= _PARSED_INLINE:
             return parse(raw, info, options)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, raw, info, options)
+
+
+def recording_size(speech: SpeechParams | None) -> int:
+    """Bytes of the recording that a request brings along."""
+    sample = None if speech is None else speech.reference
+    return len(sample.recording) if isinstance(sample, VoiceSample) else 0
 
 
 Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
@@ -211,14 +254,15 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
         is_spoken=parsed.speech is not None,
     )
     messages = await state.media.load(parsed.messages)
-    parsed = replace(parsed, messages=())  # its base64 is decoded
-    body.charge.set(sum(message.size for message in messages))
+    speech = await state.with_recording(parsed.speech, parsed.ref_audio)
+    parsed = replace(parsed, messages=(), ref_audio=None)  # their base64 is decoded
+    body.charge.set(sum(message.size for message in messages) + recording_size(speech))
     audio = parsed.audio
     request = ChatRequest(
         request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
         sampling=parsed.sampling,
-        speech=parsed.speech,
+        speech=speech,
         video=parsed.video,
         thinking=parsed.thinking,
         is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
@@ -267,12 +311,14 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     timer = server.metrics.timer()
     parsed = await state.parse(parse_speech, body.take())
     body.key.add_speech(parsed.text)
-    body.charge.set(0)
+    speech = await state.with_recording(parsed.speech, parsed.ref_audio)
+    parsed = replace(parsed, ref_audio=None)
+    body.charge.set(recording_size(speech))
     audio = parsed.audio
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}",
         text=parsed.text,
-        speech=parsed.speech,
+        speech=speech or parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
         priority=parsed.priority,
     )
@@ -289,3 +335,43 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
             else:
                 times = SegmentTimes(audio) if parsed.has_segments else None
                 await response.send_stream(SSE, speech_events(events, clip, times))
+
+
+async def handle_add_voice(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/audio/voices`."""
+    service = state.server.service
+    if not service.info.has_speech:
+        raise no_speech(service.info, "name")
+    voice = await state.parse(partial(parse_voice, content_type=body.content_type), body.take())
+    body.charge.set(len(voice.sample.recording))
+    if voice.sample.recording and not voice.sample.transcript and service.info.has_audio_input:
+        voice = replace(voice, sample=await transcribed(service, voice.sample))
+    added = msgspec.json.encode(voice_object(await service.add_voice(voice), is_new=True))
+    await response.send_whole(JSON, len(added), _whole(added))
+
+
+async def transcribed(service: Service, sample: VoiceSample) -> VoiceSample:
+    """`sample` with the words of its recording, as the model hears them.
+
+    Raises: RequestError when it is too long for a voice, or has no words.
+    """
+    request = TranscriptionRequest(
+        request_id=f"transcript-{uuid.uuid4().hex[:24]}",
+        audio=sample.recording,
+        where=sample.where,
+        sampling=SamplingParams(max_tokens=MAX_TRANSCRIPT_TOKENS),
+    )
+    words = ""
+    async with aclosing(service.transcribe(request)) as events:
+        async for event in events:
+            if isinstance(event, TranscriptDelta):
+                words += event.text
+            elif isinstance(event, TranscriptSegment) and event.end_ms > MAX_RECORDING_S * 1000:
+                raise invalid(sample.where, f"is longer than {MAX_RECORDING_S} s")
+    if not words.strip():
+        raise RequestError(
+            f"'{sample.where}' has no words that the model hears: send 'ref_text'.",
+            param="ref_text",
+            code="invalid_value",
+        )
+    return replace(sample, transcript=words.strip()[:MAX_REF_TEXT])
