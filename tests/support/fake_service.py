@@ -127,7 +127,12 @@ class FakeService:
     def _check_voice(self, speech: SpeechParams, prefix: str) -> None:
         names = {each.name for each in self.voices} | {*self._info.voices}
         if speech.reference is None and speech.voice is not None and speech.voice not in names:
-            raise RequestError("unknown", status=404, param=f"{prefix}voice", code="voice_not_found")
+            raise RequestError(
+                f"no such voice; there are {names}",
+                status=404,
+                param=f"{prefix}voice",
+                code="voice_not_found",
+            )
 
     async def list_voices(self) -> tuple[VoiceInfo, ...]:
         own = [VoiceInfo(id=name, name=name, kind="built_in") for name in self._info.voices]

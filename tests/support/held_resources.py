@@ -13,7 +13,11 @@ from mingc.runtime.service.omni import OmniService
 Counts = Mapping[str, int]
 
 _WAIT_S = 20.0
-_POOLS = ("mingc-preprocess", "mingc-encode", "asyncio_")  # of a fixed size; their threads start with their first work
+_POOLS = (
+    "mingc-preprocess",
+    "mingc-encode",
+    "asyncio_",
+)  # of a fixed size; their threads start with their first work
 
 
 def check_all_is_free(loop: EngineThread) -> None:

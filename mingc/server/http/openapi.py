@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -93,11 +94,13 @@ def _paths() -> Json:
         },
         "/v1/audio/voices": {
             "get": _list("Voices.", _json(VoiceList)),
-            "post": _generation("Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM),
+            "post": _generation(
+                "Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM, others=("409", "507")
+            ),
         },
         "/v1/audio/voices/{voice}": {
             "delete": {
-                **_list("Remove a voice that was added.", _json(VoiceDeleted)),
+                **_list("Remove a voice that was added.", _json(VoiceDeleted), others=("400", "403")),
                 "parameters": [{**model, "name": "voice"}],
             }
         },
@@ -111,7 +114,12 @@ def _paths() -> Json:
 
 
 def _generation(
-    summary: str, body: type[Struct], content: Json, *, body_type: str = "application/json"
+    summary: str,
+    body: type[Struct],
+    content: Json,
+    *,
+    body_type: str = "application/json",
+    others: Sequence[str] = (),
 ) -> Json:
     statuses = (
         "400",
@@ -123,6 +131,7 @@ def _generation(
         "415",
         "500",
         "503",
+        *others,
     )
     return {
         "summary": summary,
@@ -134,13 +143,12 @@ def _generation(
     }
 
 
-def _list(summary: str, content: Json) -> Json:
+def _list(summary: str, content: Json, *, others: Sequence[str] = ()) -> Json:
     return {
         "summary": summary,
         "responses": {
             "200": {"description": summary, "content": content},
-            "401": _ERROR,
-            "404": _ERROR,
+            **{status: _ERROR for status in ("401", "404", *others)},
         },
     }
 
