@@ -277,6 +277,8 @@ def _reference(fields: SpeechFields, prefix: str) -> VoiceSample | None:
         raise invalid(f"{prefix}ref_text", f"is given without '{prefix}ref_audio', whose words it is")
     if fields.ref_audio is None and fields.speaker_embedding is None:
         return None
+    if fields.speaker_embedding == []:
+        raise invalid(f"{prefix}speaker_embedding", "is empty")
     return VoiceSample(transcript=fields.ref_text, vector=tuple(fields.speaker_embedding or ()))
 
 
@@ -309,6 +311,8 @@ def parse_voice(raw: memoryview, info: ServiceInfo, options: ServeOptions, *, co
             vector = msgspec.json.decode(form.speaker_embedding or "", type=SpeakerEmbedding)
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
             raise invalid("speaker_embedding", f"is not a JSON array of numbers: {error}") from error
+        if not vector:
+            raise invalid("speaker_embedding", "is empty")
         if form.ref_text is not None:
             raise invalid("ref_text", "is given without 'audio_sample', whose words it is")
     return NewVoice(

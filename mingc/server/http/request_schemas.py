@@ -77,7 +77,7 @@ _REF_AUDIO = Meta(
     "used instead of `voice`.",
     extra_json_schema={"type": "string"},
 )
-SpeakerEmbedding = Annotated[list[float], Meta(min_length=1, max_length=MAX_EMBEDDING)]
+SpeakerEmbedding = Annotated[list[float], Meta(max_length=MAX_EMBEDDING)]
 
 
 class TextContent(Struct, tag_field="type", tag="text"):
