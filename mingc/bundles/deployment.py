@@ -23,6 +23,11 @@ _LIBRARIES = {
     "onnx-gpu": "onnxruntime-gpu",
     "tensorrt": "tensorrt-rtx",
 }  # what runs the engines of an extra's backend
+# `serve` depends on onnxruntime; both have the same package, and pip does not say which files stay.
+_ONLY_FOR_CUDA = """\
+    && /opt/venv/bin/pip uninstall -y onnxruntime onnxruntime-gpu \\
+    && /opt/venv/bin/pip install --no-index --find-links /tmp/wheels --no-deps onnxruntime-gpu \\
+"""
 _LICENCE_NAMES = ("licen", "copying", "notice", "authors")
 
 
@@ -84,6 +89,7 @@ def _containerfile(manifest: Manifest, wheels: Path | None) -> str:
         ),
         base=f"docker.io/library/python:{python or '3.11'}-slim",
         extras=",".join(extras),
+        after=_ONLY_FOR_CUDA if "onnx-gpu" in extras else "",
     )
 
 

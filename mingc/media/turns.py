@@ -1,4 +1,4 @@
-"""When somebody begins and ends to speak, by the probability of speech of each frame (spec: serving-next.md §5).
+"""When somebody begins and ends to speak, by the probability of speech of each frame.
 
 Pure logic in milliseconds: a frame has exactly 32.
 """

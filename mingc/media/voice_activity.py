@@ -1,4 +1,4 @@
-"""Probability of speech in a stream of sound, by Silero VAD 6.2 (spec: serving-next.md §5).
+"""Probability of speech in a stream of sound, by Silero VAD 6.2.
 
 The model in `silero/` is Silero's file `silero_vad_16k_op15.onnx`, under the MIT licence beside it.
 """

@@ -42,7 +42,7 @@ class MediaTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRules:
-    """When speech begins and ends, by the probability of speech of each 32 ms (spec: serving-next.md §5).
+    """When speech begins and ends, by the probability of speech of each 32 ms.
 
     Attributes:
         threshold: probability from which a frame is speech; below this − 0.15 it is silence.

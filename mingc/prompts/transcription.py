@@ -1,4 +1,4 @@
-"""What the model is asked for a transcript, and what of its answer is the transcript (spec: serving-next.md §10)."""
+"""What the model is asked for a transcript, and what of its answer is the transcript."""
 
 from __future__ import annotations
 

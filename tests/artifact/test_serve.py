@@ -69,6 +69,7 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     (tmp_path / "picture.png").write_bytes(base64.b64decode(checks.image_data_url().partition(",")[2]))
     (tmp_path / "clip.wav").write_bytes(base64.b64decode(checks.wav_base64()))
     (tmp_path / "video.mp4").write_bytes(small_video())
+    shutil.copy(REPOSITORY / "tests" / "data" / "speech" / "three-sentences.ogg", tmp_path / "meeting.mp3")
     for player in ("ffplay", "aplay"):
         (tmp_path / player).write_text(f'#!/bin/bash\ncat > "$(mktemp {tmp_path}/{player}.XXX)"\n')
         (tmp_path / player).chmod(0o755)
@@ -91,6 +92,7 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
         run(sys.executable, "-c", "\n".join(text for kind, text in blocks if kind == "python"))
     voices = json.loads(printed)["voices"]
     assert set(voices) == set(re.search(r"for voice in (.*);", section)[1].split())  # type: ignore[index]
+    assert (tmp_path / "meeting.srt").read_text().count(" --> ") == 3
     played = [*tmp_path.glob("ffplay.*")]
     assert len(played) == 2
     for path in (*played, *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", *voices))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,9 +18,11 @@ from mingc.server.error_objects import ErrorResponse
 from mingc.server.http import response_schemas
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.transcriptions import Transcription, TranscriptionBody
 from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
+CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,18 @@ def test_operations_of_the_document() -> None:
     )
     errors = ("400", "401", "404", "408", "413", "415", "500", "503")
     lists = ("401", "404")
+    forms = ("TranscriptionBody", "NewVoiceForm")
     both = ("200", "503")
     expected = {
         CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
         "/v1/audio/speech": ("SpeechBody", True, audio, errors),
+        "/v1/audio/transcriptions": (
+            "TranscriptionBody",
+            True,
+            dict.fromkeys(("application/json", "text/plain", "text/vtt", "text/event-stream")),
+            (*errors, "403"),
+        ),
+        "/v1/audio/translations": (None, True, None, ("400", "401")),
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
         "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
@@ -93,8 +104,8 @@ def test_operations_of_the_document() -> None:
         assert operation["summary"] and ("security" in operation) is not needs_key, path
         assert operation.get("security", [{}]) == [{}], path
         answers = operation["responses"]
-        assert answers.keys() == {"200", *others}
-        assert answers["200"]["description"] and schemas(answers["200"]["content"]) == content, path
+        assert answers.keys() == {*(() if content is None else ("200",)), *others}
+        assert content is None or schemas(answers["200"]["content"]) == content, path
         for status in {*others} - {"200"}:
             if others is both:
                 assert answers[status]["description"] and schemas(answers[status]["content"]) == content
@@ -102,7 +113,7 @@ def test_operations_of_the_document() -> None:
                 assert answers[status] == {"$ref": "#/components/responses/error"}
         if body is not None:
             assert operation["requestBody"]["required"] is True
-            kind = "multipart/form-data" if body == "NewVoiceForm" else "application/json"
+            kind = "multipart/form-data" if body in forms else "application/json"
             assert schemas(operation["requestBody"]["content"]) == {kind: body}
         named = [(each["name"], each["in"], each["required"]) for each in operation.get("parameters", [])]
         assert named == [(name, "path", True) for name in ("model", "voice") if f"{{{name}}}" in path]
@@ -110,7 +121,8 @@ def test_operations_of_the_document() -> None:
 
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
-    for body in (CHAT_BODY, SPEECH_BODY):
+    assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
+    for body in (CHAT_BODY, SPEECH_BODY, TranscriptionBody):
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -127,6 +139,8 @@ def test_responses_are_those_of_the_document(url: str) -> None:
             (http.post(CHAT, json=body), response_schemas.ChatCompletion),
             (http.post(CHAT, json=spoken), response_schemas.ChatCompletion),
             (http.post(CHAT, json={}), ErrorResponse),
+            (http.post("/v1/audio/transcriptions", files={"file": CLIP.read_bytes()}), Transcription),
+            (http.post("/v1/audio/translations"), ErrorResponse),
             (http.get("/v1/models"), response_schemas.ModelList),
             (http.get("/v1/models/ming-omni"), response_schemas.ModelObject),
             (http.get("/v1/models/other"), ErrorResponse),
@@ -149,4 +163,4 @@ def test_generated_requests_get_no_server_error(url: str) -> None:
     """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
     report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
     assert not report.faults, report.faults[0]
-    assert report.requests >= 20 and len(report.statuses) == 8  # `/openapi.json` itself is skipped
+    assert report.requests >= 20 and len(report.statuses) == 12  # `/openapi.json` itself is skipped

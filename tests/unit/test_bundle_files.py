@@ -55,7 +55,7 @@ def test_the_sbom_fits_the_schema_and_lists_every_file_and_library(
     for name, record in open_artifact(artifact_path).manifest.files.items():
         assert hashes[name] == record.sha256
     assert {"torch", "uvicorn", "starlette", "numpy", "mingc"} <= hashes.keys()
-    assert not {"pytest", "ruff", "mypy", "onnxruntime"} & hashes.keys()
+    assert not {"pytest", "ruff", "mypy", "onnxscript"} & hashes.keys()
     libraries = [each for each in document["components"] if each["type"] == "library"]
     # The type `pypi` of the package URL specification: lower case, `-` for `_`.
     assert all(re.match(r"pkg:pypi/[a-z0-9.-]+@", each["purl"]) and each["version"] for each in libraries)
@@ -384,15 +384,21 @@ def test_libraries_of_nvidia_are_packed_only_when_asked_to(
         deployment_files(rtx, licensed, None)
     made = deployment_files(rtx, licensed, None, takes_tensorrt=True)
     assert b"put wheels" not in bytes(made["Containerfile"])  # type: ignore[arg-type]
+    both = bytes(
+        deployment_files(_with_backend(manifest, "onnx", "cuda"), None, None)["Containerfile"]
+    ).decode()  # type: ignore[arg-type]
+    assert (
+        "pip uninstall -y onnxruntime onnxruntime-gpu \\\n    && /opt/venv/bin/pip install --no-index" in both
+    )
     bare = bytes(deployment_files(manifest, None, None)["Containerfile"])  # type: ignore[arg-type]
-    assert b"# Before that put wheels of 'mingc[serve,sign]'" in bare
+    assert b"# Before that put wheels of 'mingc[serve,sign]'" in bare and b"uninstall" not in bare
 
 
 def test_the_sbom_lists_the_library_that_runs_the_engines(manifest: Manifest) -> None:
     for backend in ("aoti", "onnx"):
         text = sbom(_with_backend(manifest, backend), has_model_licence=True)
         names = {each["name"] for each in json.loads(text)["components"]}
-        assert ("onnxruntime" in names) == (backend == "onnx")
+        assert ("onnxscript" in names) == (backend == "onnx")
 
 
 def _with_backend(manifest: Manifest, backend: str, device: str = "cpu") -> Manifest:

@@ -1,4 +1,4 @@
-"""Transcripts: fields of the form, and the five formats of the answer (spec: serving-next.md §10)."""
+"""Transcripts: fields of the form, and the five formats of the answer."""
 
 from __future__ import annotations
 
