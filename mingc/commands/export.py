@@ -57,7 +57,7 @@ def run_export(recipe: ExportRecipe) -> ExportReport:
     from mingc.export.plan import plan_export
     from mingc.export.run import run
     from mingc.probe.engine_trial import time_engines
-    from mingc.runtime.service.exported_voices import open_voices
+    from mingc.runtime.service.voice_registration import open_voices
     from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 

@@ -20,14 +20,14 @@ import numpy as np
 import openai
 import pytest
 import soundfile
-from mingc_command import CHECKPOINT, DATA, Server, serving
+from mingc_command import CHECKPOINT, DATA, Server, mingc_here, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import read_manifest
 from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceSource, read_voice
-from mingc.runtime.service.exported_voices import open_voices
+from mingc.runtime.service.voice_registration import open_voices
 
 WORDS = "One sentence. Another one. And a third."
 VOICES, SPEECH, CHAT = "/v1/audio/voices", "/v1/audio/speech", "/v1/chat/completions"
@@ -422,3 +422,30 @@ def test_voices_are_refused_where_they_are_not_kept(eager_artifact: Path, record
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "voices_not_kept")
         assert "--voices-dir" in refused.json()["error"]["message"]
         assert speak(http, ref_audio=base64.b64encode(recording).decode(), ref_text=WORDS)
+
+
+def test_the_command_line_manages_the_same_voices(
+    server: Server,
+    clone: dict[str, Any],
+    recording: bytes,
+    eager_artifact: Path,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.wav"
+    path.write_bytes(recording)
+    words = ("--consent", "yes", "--words", WORDS, "--json")
+    added = mingc_here("voices", "add", eager_artifact, folder, path, "--name", "by command", *words)
+    assert added.code == 0, added.stderr
+    with client(server) as http:
+        assert (
+            speak(http, voice="by command")
+            == speak(http, voice=added.document["id"])
+            == speak(http, voice="clone")
+        )
+    listed = mingc_here("voices", "list", folder, "--json").document["voices"]
+    assert [each["name"] for each in listed] == ["clone", "by command"] and added.document in listed
+    assert mingc_here("voices", "add", eager_artifact, folder, path, "--name", "by command", *words).code == 1
+    assert mingc_here("voices", "remove", folder, "by command").code == 0
+    assert mingc_here("voices", "remove", folder, "by command").code == 2
+    assert mingc_here("voices", "list", folder / "nowhere").code == 2

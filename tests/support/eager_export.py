@@ -29,7 +29,7 @@ _LATER = (
 )
 _RECORDING = {
     *(f"verify/served/{name}.py" for name in ("cases", "conversion", "record", "requests")),
-    "runtime/service/exported_voices.py",
+    "runtime/service/voice_registration.py",
     "runtime/talker/voice_encoder.py",
 }
 

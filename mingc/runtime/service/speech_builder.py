@@ -84,7 +84,9 @@ def build_speech(
         talkers=talkers,
         max_segment_length=stages.talker.max_segment_length,
         speech_text=cast(SpeechText, options.speech_text),  # the options have checked it
-        voices=Voices(context.artifact, stages, planner, talkers, encoders[0], media=media, store=store),
+        voices=Voices(
+            context.artifact, stages, planner, encoders[0], loops[0].call, media=media, store=store
+        ),
     )
 
 

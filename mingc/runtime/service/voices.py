@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -30,7 +31,6 @@ from mingc.runtime.service.voice_store import (
     check_name,
     voice_id,
 )
-from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.voice_encoder import VoiceEncoder
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
@@ -41,6 +41,9 @@ CACHE_BYTES = 128 << 20  # a voice of 30 s takes half a megabyte
 _MAX_COMPONENT = 1e4  # of a speaker vector; those of the network are below 10
 
 _T = TypeVar("_T")
+
+
+CallOnDevice = Callable[[Callable[[], VoicePack]], Future[VoicePack]]
 
 
 class Offload(Protocol):
@@ -62,7 +65,7 @@ class Voices:
     """Finds, registers and keeps voices. Call the coroutines on the service's event loop.
 
     Args:
-        encoder: of the first talker, on whose thread it runs.
+        encoder, call: the encoder, and what runs it on the thread of its device.
         media: decodes recordings, and the service closes it; None: none are taken.
         store: None: voices are not kept.
     """
@@ -72,14 +75,14 @@ class Voices:
         artifact: Artifact,
         stages: SpeechStages,
         planner: SpeechPlanner,
-        talkers: TalkerGroup,
         encoder: VoiceEncoder,
+        call: CallOnDevice,
         *,
         media: MediaDecoder | None,
         store: VoiceStore | None,
     ) -> None:
         manifest = artifact.manifest
-        self._planner, self._talkers, self._encoder = planner, talkers, encoder
+        self._planner, self._encoder, self._call = planner, encoder, call
         self._speaker_dim = stages.flow.speaker_dim
         self._built_in = {
             record.name: VoiceInfo(
@@ -261,9 +264,8 @@ class Voices:
             vector = await offload(lambda: self._open_network().embed(samples, rate))
         assert vector is not None, "a voice has a clip or a vector"
         of_speaker = vector
-        loop = self._talkers.loops[0]
         pack = await asyncio.wrap_future(
-            loop.call(lambda: self._encoder.encode(frames, of_speaker, transcript=transcript))
+            self._call(lambda: self._encoder.encode(frames, of_speaker, transcript=transcript))
         )
         if not all(np.isfinite(each).all() for each in (pack.latents, pack.embeds, pack.speaker)):
             raise RequestError("the voice's values are not finite", param="ref_audio")
