@@ -9,7 +9,7 @@ import numpy as np
 
 from mingc.errors import RequestError
 from mingc.media.audio import decode_audio
-from mingc.media.dsp.speaker_network import to_float32, to_int16
+from mingc.media.dsp.speaker_features import to_float32, to_int16
 from mingc.media.limits import MediaLimits
 from mingc.media.voice_activity import FRAME_SAMPLES, RATE_HZ, VoiceActivity
 from mingc.prompts.features import VoiceClip

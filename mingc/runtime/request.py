@@ -327,8 +327,8 @@ class MemoryUse:
     """Bytes that one part of a running model has allocated on one device.
 
     `device`: `cpu`, `cuda:N`, or `host` for host memory that does not depend on the device of the model. `owner`: the
-    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache` and `voice_cache`, whose bytes
-    are limits.
+    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache` and `voice_cache`, whose
+    bytes are limits.
     """
 
     device: str

@@ -128,8 +128,8 @@ class Metrics:
         self._memory = self._gauge(
             "memory_bytes",
             "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
-            "host the limits of encoder_cache and voice_cache. CPU weights are mapped files. CUDA graphs and contexts are "
-            "not counted.",
+            "host the limits of encoder_cache and voice_cache. CPU weights are mapped files. CUDA graphs and contexts "
+            "are not counted.",
             "owner",
             "device",
         )

@@ -79,6 +79,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.export.checkpoint",
         "mingc.export.stage",
+        "mingc.host",
         "mingc.media.dsp",
     ),
     "mingc.export.checks": (
@@ -258,6 +259,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.host",
         "mingc.host.machine",
         "mingc.media.dsp",
         "mingc.options",

@@ -20,7 +20,8 @@ from mingc.artifacts.manifest import Manifest, VoiceRecord
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.checkpoint import Checkpoint, lfs_problem
-from mingc.media.dsp.speaker_network import SpeakerNetwork, to_int16
+from mingc.host.speaker_network import SpeakerNetwork
+from mingc.media.dsp.speaker_features import speaker_features, to_int16
 
 SPEAKER_NETWORK = "campplus.onnx"
 _SHORTEST_S = 0.1  # the speaker network looks at whole frames of 25 ms
@@ -132,7 +133,7 @@ def read_voice(voice: VoiceSource, network: Path, speaker_dim: int, *, max_secon
             f"{SPEAKER_NETWORK} is missing", where=str(network.parent), fix="download it again"
         )
     try:
-        vector = SpeakerNetwork(network).embed(clip, rate)
+        vector = SpeakerNetwork(network).embed(speaker_features(clip, rate))
     except ImportError as error:
         raise ConfigError(
             "registering voices needs onnxruntime", where="mingc export", fix="pip install 'mingc[export]'"

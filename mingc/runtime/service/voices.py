@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from mingc.artifacts.artifact import Artifact
 from mingc.errors import ArtifactError, RequestError
-from mingc.media.dsp.speaker_network import SpeakerNetwork
+from mingc.host.speaker_network import SpeakerNetwork
+from mingc.media.dsp.speaker_features import speaker_features
 from mingc.prompts.features import VoiceClip
 from mingc.prompts.media_decoder import MediaDecoder, MediaTask
 from mingc.runtime.request import SpeechParams
@@ -49,7 +50,7 @@ CallOnDevice = Callable[[Callable[[], VoicePack]], Future[VoicePack]]
 class Offload(Protocol):
     """Runs work that blocks in the preprocessing threads."""
 
-    async def __call__(self, work: Callable[[], _T]) -> _T: ...
+    async def __call__(self, work: Callable[[], _T], /) -> _T: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -261,7 +262,7 @@ class Voices:
         if clip is not None:
             samples, rate = clip.samples, clip.sample_rate
             frames = await offload(lambda: self._encoder.prepare(samples, rate))
-            vector = await offload(lambda: self._open_network().embed(samples, rate))
+            vector = await offload(lambda: self._open_network().embed(speaker_features(samples, rate)))
         assert vector is not None, "a voice has a clip or a vector"
         of_speaker = vector
         pack = await asyncio.wrap_future(

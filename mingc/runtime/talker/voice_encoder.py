@@ -20,7 +20,7 @@ from mingc.artifacts.parameters import CfmParameters, VaeParameters
 from mingc.artifacts.spec import GraphSpec
 from mingc.errors import RequestError
 from mingc.media.dsp.resample import resample
-from mingc.media.dsp.speaker_network import to_float32
+from mingc.media.dsp.speaker_features import to_float32
 from mingc.runtime.voices import VoicePack
 
 
