@@ -57,7 +57,6 @@ def kaldi_fbank(wave: NDArray[np.float32], *, sample_rate: int, num_bins: int = 
     spectrum = np.fft.rfft((frames - _PREEMPHASIS * previous) * window, n=fft_size, axis=1)
     power = spectrum.real**2 + spectrum.imag**2
     # Not by BLAS, whose rounding depends on its number of threads.
-    energies: NDArray[np.float32] = np.einsum(
-        "tf,bf->tb", power, _filters(num_bins, fft_size, sample_rate), dtype=np.float32
-    )
+    filters = _filters(num_bins, fft_size, sample_rate)
+    energies: NDArray[np.float32] = np.einsum("tf,bf->tb", power, filters, dtype=np.float32)
     return np.log(np.maximum(energies, _FLOOR))
