@@ -252,7 +252,6 @@ class TranscriptSegment:
         language: as the model names it; None: it did not.
         speech_probability: mean over the segment.
         tokens: of the answer, with its language.
-        logprob: mean log probability of the tokens; None if it was not asked for.
         audio_tokens: how many of the prompt's tokens are sound.
     """
 
@@ -262,7 +261,6 @@ class TranscriptSegment:
     language: str | None
     speech_probability: float
     tokens: tuple[int, ...]
-    logprob: float | None
     usage: Usage
     audio_tokens: int
 

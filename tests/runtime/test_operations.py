@@ -34,6 +34,7 @@ from mingc.server.logs import REQUEST_ID, RepetitionLimit, configure_logging
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 
+TRANSCRIPTS = "/v1/audio/transcriptions"
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -148,9 +149,14 @@ def test_sigint_does_not_drain_and_a_second_signal_ends_a_drain() -> None:
     ("info", "inputs", "outputs", "routes"),
     [
         (TEXT_ONLY, ["text"], ["text"], [CHAT]),
-        (replace(TEXT_ONLY, has_audio_input=True), ["text", "audio"], ["text"], [CHAT]),
+        (replace(TEXT_ONLY, has_audio_input=True), ["text", "audio"], ["text"], [CHAT, TRANSCRIPTS]),
         (SPEECH_ONLY, ["text"], ["audio"], ["/v1/audio/speech"]),
-        (INFO, ["text", "image", "audio", "video"], ["text", "audio"], [CHAT, "/v1/audio/speech"]),
+        (
+            INFO,
+            ["text", "image", "audio", "video"],
+            ["text", "audio"],
+            [CHAT, TRANSCRIPTS, "/v1/audio/speech"],
+        ),
     ],
 )
 def test_health_and_models_show_what_an_artifact_can_do(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +223,40 @@ def test_errors_name_the_field(
     assert answer.status_code == (503 if code is None else 404 if code == "model_not_found" else 400)
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == (param, code)
+
+
+def test_damaged_forms_get_no_server_error(server: Server) -> None:
+    """A real form, cut off, or with bytes changed, taken out or doubled, in its heads and in its sound."""
+    valid = httpx.Request(
+        "POST",
+        server.url,
+        files={"file": ("a", CLIP.read_bytes())},
+        data={"model": "ming-omni", "chunking_strategy[type]": "server_vad", "include[]": "x"},
+    )
+    body, headers = valid.read(), {"content-type": valid.headers["content-type"]}
+    generator = random.Random(0)
+    statuses = Counter[int]()
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False) as http:
+        for _ in range(150):
+            damaged = bytearray(body)
+            for _ in range(generator.randrange(1, 4)):
+                place = generator.choice([generator.randrange(600), generator.randrange(len(damaged))])
+                match generator.randrange(4):
+                    case 0:
+                        del damaged[place:]
+                    case 1:
+                        del damaged[place : place + generator.randrange(50)]
+                    case 2:
+                        damaged[place:place] = damaged[:place][-generator.randrange(1, 300) :]
+                    case _:
+                        damaged[place : place + 1] = generator.randbytes(1)
+                if not damaged:
+                    break
+            answer = http.post(ROUTE, content=bytes(damaged))
+            statuses[answer.status_code] += 1
+            assert answer.status_code == 200 or answer.json()["error"]["code"], damaged[:600]
+    assert set(statuses) <= {200, 400, 404, 413} and statuses[400] > 50
+    assert server.create().text == TEXT
 
 
 def test_nan_samples_are_refused(server: Server) -> None:

@@ -320,7 +320,7 @@ def test_sounds_of_many_channels_are_refused() -> None:
 @pytest.mark.parametrize("channels", [1, 2, 9, 63])
 def test_sounds_of_many_channels_decode_with_pyav(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A damaged WAV goes from libsndfile to PyAV, which crashed on more than eight channels."""
-    monkeypatch.setattr(audio_module, "_decode_soundfile", lambda *args: None)
+    monkeypatch.setattr(audio_module, "_soundfile_blocks", lambda *args: iter(()))
     samples = np.zeros((2000, channels), np.float32)
     samples[:, 0] = np.sin(np.arange(2000) / 9)
     wave = decode_audio(wav(samples, 16000), WHERE, max_seconds=2)

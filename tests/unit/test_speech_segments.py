@@ -21,7 +21,7 @@ from preprocess_data import audio_parameters, wav
 
 from mingc.errors import RequestError
 from mingc.media import decoding
-from mingc.media.audio import Wave, wave_features
+from mingc.media.audio import Wave, audio_blocks, decode_audio, wave_features
 from mingc.media.decoder_pool import DecoderPool
 from mingc.media.decoding import InProcessDecoder
 from mingc.media.voice_activity import FRAME_SAMPLES, VoiceActivity
@@ -88,6 +88,10 @@ def test_sentences_are_found_at_their_times(pool: DecoderPool, file: bytes) -> N
     reader = pool.read_speech(TASK, file, RULES)
     found = read_all(reader)
     check_times(found)
+    whole = decode_audio(file, "file", max_seconds=10)
+    blocks = [*audio_blocks(file, "file", max_seconds=10)]
+    np.testing.assert_array_equal(np.concatenate([each.samples for each in blocks]), whole.samples)
+    assert {each.sample_rate for each in blocks} == {whole.sample_rate}
     assert abs(reader.duration_ms - LENGTH_MS) <= 60
     for one, other in zip(found, read_all(InProcessDecoder().read_speech(TASK, file, RULES)), strict=True):
         assert (one.start_ms, one.end_ms, one.probability) == (

@@ -83,15 +83,12 @@ async def _answer(
     """Put the deltas of one answer into `queue`, then the segment, or the error that ended it."""
     transcript = Transcript(language)
     tokens: list[int] = []
-    logprobs: list[float] = []
     try:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TextDelta):
                     if event.token is not None:
                         tokens.append(event.token)
-                    if event.logprobs is not None:
-                        logprobs.append(event.logprobs.logprob)
                     _put(queue, transcript.push(event.text))
                 elif isinstance(event, Done):
                     _put(queue, transcript.finish())
@@ -103,7 +100,6 @@ async def _answer(
                             language=transcript.language,
                             speech_probability=segment.probability,
                             tokens=tuple(tokens),
-                            logprob=sum(logprobs) / len(logprobs) if logprobs else None,
                             usage=event.usage,
                             audio_tokens=segment.features.num_tokens,
                         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -120,17 +120,14 @@ def parse_transcription(
     format_ = body.response_format or "json"
     if body.stream and format_ not in ("json", "text"):
         raise invalid("stream", f"is not possible with 'response_format' '{format_}': use 'json' or 'text'")
-    vad = body.chunking_strategy if isinstance(body.chunking_strategy, ServerVad) else None
-    default = TurnRules()
-    given = {} if vad is None else {
-        "threshold": vad.threshold,
-        "prefix_padding_ms": vad.prefix_padding_ms,
-        "silence_ms": vad.silence_duration_ms,
-    }  # fmt: skip
-    rules = TurnRules(
-        **{name: getattr(default, name) if value is None else value for name, value in given.items()},
-        max_ms=_MAX_SEGMENT_MS,
-    )
+    rules = TurnRules(max_ms=_MAX_SEGMENT_MS)
+    if isinstance(vad := body.chunking_strategy, ServerVad):
+        given: dict[str, Any] = {
+            "threshold": vad.threshold,
+            "prefix_padding_ms": vad.prefix_padding_ms,
+            "silence_ms": vad.silence_duration_ms,
+        }
+        rules = replace(rules, **{name: value for name, value in given.items() if value is not None})
     return ParsedTranscription(
         request=TranscriptionRequest(
             request_id="",
@@ -188,7 +185,7 @@ class Transcription(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SegmentObject(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Speech between silences. `start`, `end`: seconds. `seek`: the start in frames of 10 ms."""
+    """Speech between silences. `start`, `end`: seconds. `seek`: the start in frames of 10 ms. `avg_logprob`: 0."""
 
     id: int
     seek: int
@@ -312,7 +309,7 @@ def _segment_object(index: int, segment: TranscriptSegment, temperature: float) 
         text=segment.text,
         tokens=list(segment.tokens),
         temperature=temperature,
-        avg_logprob=segment.logprob or 0.0,
+        avg_logprob=0.0,
         compression_ratio=len(raw) / len(zlib.compress(raw)),
         no_speech_prob=1 - segment.speech_probability,
     )
