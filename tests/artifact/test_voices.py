@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(eager_artifact: Path, folder: Path) -> Iterator[Server]:
-    with serving(eager_artifact, "--voices-dir", folder) as started:
+    with serving(eager_artifact, "--voices-dir", folder, "--voice-alias", "alloy=DB30") as started:
         yield started
 
 
@@ -145,6 +145,13 @@ def test_all_ways_to_name_a_clone_give_the_same_speech(
             assert speak(http, **given, **voice) == first
         assert speak(http, ref_audio=data, ref_text=WORDS) == first
         assert speak(http, voice="DB30") != first
+        for fields in ({"ref_audio": data, "ref_text": "a" * 1001}, {"ref_audio": "AAAA", "ref_text": WORDS}):
+            body = {"input": "Hi.", **fields}
+            refused = http.post(SPEECH, json=body)
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("ref_")
+            chat = {"messages": [{"role": "user", "content": "Hi."}], "modalities": ["text", "audio"]}
+            refused = http.post(CHAT, json={**chat, "audio": fields})
+            assert refused.status_code == 400 and refused.json()["error"]["param"].startswith("audio.ref_")
         # The words are a part of what is cached.
         assert speak(http, ref_audio=data, ref_text="Other words.") != first
 
@@ -289,6 +296,7 @@ def _hostile(recording: bytes) -> dict[str, tuple[dict[str, str], bytes | None]]
     cases["unknown field"] = ({"voice": "x"}, recording)
     cases["taken"] = ({"name": "clone"}, recording)
     cases["built in"] = ({"name": "DB30"}, recording)
+    cases["an alias"] = ({"name": "alloy"}, recording)
     cases["an id"] = ({"name": "voice_" + "0" * 32}, recording)
     return cases
 

@@ -127,8 +127,12 @@ class Voices:
             else:
                 pack = await self._uploaded(params.voice, offload)
         except RequestError as error:
-            error.param = error.param and prefix + error.param
-            raise
+            if not prefix or error.param is None:
+                raise
+            # Another one: requests that wait for the same voice get the same error.
+            raise RequestError(
+                error.message, fix=error.fix, status=error.status, param=prefix + error.param, code=error.code
+            ) from error
         return replace(params, reference=pack)
 
     async def list(self, offload: Offload) -> tuple[VoiceInfo, ...]:

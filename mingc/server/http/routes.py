@@ -39,7 +39,7 @@ from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import BodyBudget, Charge, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
-from mingc.server.http.field_errors import invalid
+from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import no_speech, parse_chat, parse_speech, parse_voice
@@ -343,6 +343,13 @@ async def handle_add_voice(state: HttpState, body: RequestBody, response: Respon
     if not service.info.has_speech:
         raise no_speech(service.info, "name")
     voice = await state.parse(partial(parse_voice, content_type=body.content_type), body.take())
+    if voice.name in state.server.options.aliases_of_voices:
+        raise RequestError(
+            f"{shorten(voice.name)} is another name of a voice (--voice-alias): take another one.",
+            status=409,
+            param="name",
+            code="voice_exists",
+        )
     body.charge.set(len(voice.sample.recording))
     if voice.sample.recording and not voice.sample.transcript and service.info.has_audio_input:
         voice = replace(voice, sample=await transcribed(service, voice.sample))
