@@ -38,10 +38,11 @@ from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.pipelines import ChatPipeline
+from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.scheduler import ChunkShape, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 from mingc.runtime.thinker.worker import LaunchedTokens
 from mingc.server.app import create_app
 from mingc.server.lifecycle import serve
@@ -166,10 +167,13 @@ class _PacedRunner:
         time.sleep(STEP_S)
         return self._logits.expand(len(step.input_ids), -1)
 
-    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
+    def launch_sampling(self, step: SampleStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         raise NotImplementedError("the host samples")
 
-    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        raise NotImplementedError("the host samples")
+
+    def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         raise NotImplementedError("the host samples")
 
 

@@ -35,6 +35,13 @@ CHECKS = [
     response_schema_conformance,
 ]
 _ROUND = 100
+_LEAST: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/completions": {"prompt": [70]},
+    "/v1/audio/speech": {"input": "Hello"},
+    "/tokenize": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/detokenize": {"tokens": [70]},
+}
 _TIMEOUT_S = 60
 
 
@@ -85,13 +92,18 @@ def _fuzz_operation(
     num_examples = round_size if operation.body else 5
     counts = report.statuses.setdefault(operation.label, {})
     schemas = operation.schema.raw_schema["components"]["schemas"]
-    # Fields of any value are refused or ignored, and no generated name is a served one: valid requests go without, and
-    # in every other turn without fields that need another one.
+    # Fields without a type are refused or ignored, and no generated name is a served one: valid requests go without. In
+    # every other turn they have what cannot be left out, and no field that needs another one.
     dropped = {"model", "voice"}
     if turn % 2:
-        dropped |= {"audio", "audios", "images", "modalities", "stream_options", "videos"}
-    for body in ("ChatBody", "SpeechBody"):
-        dropped |= {name for name, each in schemas[body]["properties"].items() if not each}
+        dropped |= {
+            "audio", "audios", "best_of", "chat_template_kwargs", "echo", "images", "max_completion_tokens",
+            "min_tokens", "modalities", "stream_options", "thinking", "top_logprobs", "videos",
+        }  # fmt: skip
+    for body in schemas.values():
+        dropped |= {
+            name for name, each in body.get("properties", {}).items() if not each.keys() - {"description"}
+        }
 
     @seed(turn)
     @settings(
@@ -102,7 +114,8 @@ def _fuzz_operation(
         if time.monotonic() > deadline or report.faults:
             return
         if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body = {name: value for name, value in case.body.items() if name not in dropped}
+            given = {name: value for name, value in case.body.items() if name not in dropped}
+            case.body = {**_LEAST.get(operation.path, {}), **given} if turn % 2 else given
         began = time.monotonic()
         response = case.call(session=session, timeout=_TIMEOUT_S)
         report.slowest_s = max(report.slowest_s, round(time.monotonic() - began, 3))

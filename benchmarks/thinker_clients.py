@@ -176,7 +176,7 @@ class TracingWorker(ThinkerWorker):
             for page, row in zip(self._prefilled, outputs[0], strict=False):  # rows come with its last part
                 self._traces[page] = [row[None].clone()]
             return outputs
-        if key.kind == "first_tokens":  # a choice from the chunk's
+        if key.kind != "decode":  # a choice from the logits of a chunk or a decode step
             return outputs
         first_pages: list[int] = inputs["page_table"][:, 0].tolist()
         self.largest_batch = max(self.largest_batch, sum(page > 0 for page in first_pages))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Generate docs/cli.md from the command line's options, docs/metrics.md from the server's metrics registry, and,
-from stored results, the tables of docs/backends.md and docs/deployment.md, and from the tests the stage of
-docs/extending.md.
+from stored results, the tables of docs/backends.md and docs/deployment.md, from the tests the stage of
+docs/extending.md, and from the schemas of requests the fields in docs/http-api.md.
 
 `pages` returns all texts; a test compares them with the committed files. Needs the serve extra.
 """
@@ -9,6 +9,7 @@ docs/extending.md.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "backends.md": backends_page(),
         ROOT / "docs" / "deployment.md": deployment_page(),
         ROOT / "docs" / "extending.md": extending_page(),
+        ROOT / "docs" / "http-api.md": http_page(),
     }
 
 
@@ -194,6 +196,45 @@ def extending_page() -> str:
     """docs/extending.md with the stage that the tests export."""
     stage = (ROOT / "tests" / "plugins" / "toy" / "toy_filter.py").read_text(encoding="utf-8")
     return _with_table("extending.md", "stage", ["```python", *stage.rstrip("\n").splitlines(), "```"])
+
+
+def http_page() -> str:
+    """docs/http-api.md with the fields of each route."""
+    return _with_table("http-api.md", "fields", _field_rows())
+
+
+def _field_rows() -> list[str]:
+    """What the OpenAPI document says of the fields of every body: accepted, refused and why, ignored."""
+    from mingc.server.http.openapi import openapi_document
+
+    document = json.loads(openapi_document())
+    routes: dict[tuple[str, str], list[str]] = {}  # by the field as it is shown, and what becomes of it
+    for path, methods in document["paths"].items():
+        for body in (each["requestBody"] for each in methods.values() if "requestBody" in each):
+            ((schema,),) = (content["schema"].values() for content in body["content"].values())
+            if path == "/tokenize":
+                continue  # has the fields of a chat
+            for name, each in document["components"]["schemas"][schema.rpartition("/")[2]][
+                "properties"
+            ].items():
+                said = each.get("description", "")
+                refusal = re.fullmatch(r"Refused(?:, except (.*?))?: (.*)\.", said)
+                but = f" ({refusal[1]})" if refusal and refusal[1] else ""
+                kind = (
+                    f"refused: {refusal[2]}" if refusal else "ignored" if said == "Ignored." else "accepted"
+                )
+                routes.setdefault((f"`{name}`{but}", kind), []).append(path)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for (name, kind), paths in routes.items():
+        groups.setdefault((kind, ", ".join(f"`{path}`" for path in paths)), []).append(name)
+    return [
+        "| fields | of | |",
+        "|---|---|---|",
+        *(
+            f"| {_cell(', '.join(names))} | {paths} | {_cell(kind)} |"
+            for (kind, paths), names in groups.items()
+        ),
+    ]
 
 
 def _with_table(page: str, name: str, rows: list[str]) -> str:

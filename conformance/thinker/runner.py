@@ -24,11 +24,12 @@ from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item, TokenItem
 from mingc.runtime.thinker.create_worker import create_worker
+from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerPlan, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 from mingc.verify.engine_run import to_numpy
 
@@ -206,10 +207,13 @@ class StepRecorder:
         self.decodes.append((rows, to_numpy(logits).astype(np.float32)))
         return self._force(logits, rows, step.lengths)
 
-    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
+    def launch_sampling(self, step: SampleStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         raise AssertionError("the host samples")
 
-    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        raise AssertionError("the host samples")
+
+    def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         raise AssertionError("the host samples")
 
     def _rows(self, pages: Ints) -> Ints:

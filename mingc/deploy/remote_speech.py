@@ -7,15 +7,17 @@ index. So any replica can speak any segment, and the samples equal the samples o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mingc.errors import ServeError, WorkerError
+from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.prompts.speech_prompt import caption_instruction
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.noise import random_seed
 from mingc.runtime.request import (
+    NOTHING_TO_SPEAK,
     AudioDelta,
     ChatRequest,
     Done,
@@ -27,8 +29,10 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TextRequest,
     TranscriptEvent,
     TranscriptionRequest,
+    Usage,
 )
 from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText
@@ -132,6 +136,80 @@ class RemoteSpeechService:
         """Events of a transcript. See `Service`."""
         return self._text.transcribe(request)
 
+    def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """See `Service`. Only a single answer can be spoken."""
+        if isinstance(request, ChatRequest) and request.speech is not None:
+            return _only_answer(self.chat(request))
+        return self._text.answers(request)
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        return await self._text.tokenize(prompt)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """See `Service`."""
+        return self._text.tokenizer
+
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of a text that is still being written. See `Service`."""
+        spoken = SpokenText(self._max_segment_length, self._speech_text, starts_early=starts_early)
+        params = await self._with_voice(request.speech)
+        segments = self._segments(params, request, params.seed)
+        merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
+
+        async def read_text() -> AsyncGenerator[Event]:
+            async for delta in deltas:
+                segments.add(spoken.push(delta))
+            segments.add(spoken.finish())
+            segments.end()
+            if not segments.num_added:
+                raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
+            yield TextDone(finish_reason="stop")
+
+        tasks = [
+            asyncio.create_task(_pump(read_text(), merged)),
+            asyncio.create_task(_pump(segments.events(), merged)),
+        ]
+        try:
+            for _ in tasks:
+                async for event in _items(merged):
+                    if isinstance(event, AudioDelta):
+                        yield event
+        finally:
+            await _cancel(tasks)
+        yield Done(
+            finish_reason="length" if segments.was_capped else "stop",
+            usage=Usage(
+                prompt_tokens=segments.prompt_tokens,
+                audio_patches=segments.num_patches,
+                audio_seconds=segments.num_samples / self.info.sample_rate,
+            ),
+        )
+
+    async def _with_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        """`params` with a voice that is not the model's: any replica may speak a segment, and it may be removed."""
+        if params.reference is None and params.voice in (None, *self.info.voices):
+            return params
+        return await self._voices.find_voice(params, prefix)
+
+    def _segments(
+        self, params: SpeechParams, request: ChatRequest | SpeechRequest, seed: int | None
+    ) -> _Segments:
+        """The segments of one request. Raises: RequestError when the speech replicas would refuse `params`."""
+        caption_instruction(params.instructions or "")
+        call = SegmentCall(
+            text="",
+            index=0,
+            params=replace(params, speech_lead=0),  # a call knows the playback of its own segment only
+            seed=random_seed() if seed is None else seed,
+            is_live=request.is_live,
+            priority=request.priority,
+        )
+        return _Segments(self._speak, call)
+
     def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Events of one answer; its speech comes from the other deployment. See `Service`."""
         events = self._text.chat(replace(request, speech=None))
@@ -154,21 +232,11 @@ class RemoteSpeechService:
     async def _spoken_chat(
         self, text: AsyncIterator[Event], request: ChatRequest, params: SpeechParams
     ) -> AsyncGenerator[Event]:
-        caption_instruction(params.instructions or "")  # raises before any text is sent
-        if params.reference is not None or params.voice not in (None, *self.info.voices):
-            # Once for all segments, which any replica may speak and whose voice may be removed meanwhile.
-            params = await self._voices.find_voice(params, "audio.")
-        seed = params.seed if params.seed is not None else request.sampling.seed
+        params = await self._with_voice(params, "audio.")
         spoken = SpokenText(self._max_segment_length, self._speech_text)
-        call = SegmentCall(
-            text="",
-            index=0,
-            params=replace(params, speech_lead=0),  # a call knows the playback of its own segment only
-            seed=random_seed() if seed is None else seed,
-            is_live=request.is_live,
-            priority=request.priority,
+        segments = self._segments(
+            params, request, params.seed if params.seed is not None else request.sampling.seed
         )
-        segments = _Segments(self._speak, call)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
         end: Done | None = None
 
@@ -176,11 +244,14 @@ class RemoteSpeechService:
             nonlocal end
             async with aclosing(text):  # type: ignore[type-var]  # services' iterators are generators
                 async for event in text:
-                    if isinstance(event, TextDelta):
-                        segments.add(spoken.push(event.text))
-                    elif isinstance(event, TextDone):
-                        segments.add(spoken.finish())
-                        segments.end()
+                    match event:
+                        case TextDelta(kind="text"):
+                            segments.add(spoken.push(event.text))
+                        case TextDelta(kind="call"):
+                            segments.add(spoken.finish())  # it is spoken while the call is written
+                        case TextDone():
+                            segments.add(spoken.finish())
+                            segments.end()
                     if isinstance(event, Done):
                         end = event
                     else:
@@ -202,7 +273,8 @@ class RemoteSpeechService:
             audio_patches=segments.num_patches,
             audio_seconds=segments.num_samples / self.info.sample_rate,
         )
-        yield replace(end, usage=usage, has_nothing_to_speak=not segments.num_patches)
+        is_silent = not segments.num_patches and end.finish_reason != "tool_calls"
+        yield replace(end, usage=usage, has_nothing_to_speak=is_silent)
 
 
 class _End:
@@ -222,16 +294,18 @@ class _Segments:
         self._speak = speak
         self._call = call
         self._waiting: asyncio.Queue[SegmentCall | _End] = asyncio.Queue()
-        self._num_added = 0
+        self.num_added = 0
         self.is_ended = False
         self.num_patches = 0
         self.num_samples = 0
+        self.prompt_tokens = 0
+        self.was_capped = False
 
     def add(self, pieces: Iterable[str]) -> None:
         """Append normalised pieces of text."""
         for text in pieces:
-            self._waiting.put_nowait(replace(self._call, text=text, index=self._num_added))
-            self._num_added += 1
+            self._waiting.put_nowait(replace(self._call, text=text, index=self.num_added))
+            self.num_added += 1
 
     def end(self) -> None:
         """No segment follows."""
@@ -260,9 +334,18 @@ class _Segments:
                         self.num_patches += 1
                         self.num_samples += len(event.samples)
                         yield event
+                    elif isinstance(event, Done):
+                        self.prompt_tokens += event.usage.prompt_tokens
+                        self.was_capped |= event.finish_reason == "length"
                 places.release()
         finally:
             await _cancel(tasks)
+
+
+async def _only_answer(events: AsyncIterator[Event]) -> AsyncGenerator[tuple[int, Event]]:
+    async with aclosing(events):  # type: ignore[type-var]  # services' iterators are generators
+        async for event in events:
+            yield 0, event
 
 
 async def _pump(events: AsyncGenerator[Event], queue: asyncio.Queue[_Item]) -> None:

@@ -322,10 +322,10 @@ class BehindProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def without_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                del MutableHeaders(scope=message)["x-request-id"]
+                del MutableHeaders(scope=message)["x-request-id"]  # WebSockets do not get it from the proxy
             await send(message)
 
-        if scope["type"] == "http" and (prefix := scope.get("root_path", "")):
+        if scope["type"] in ("http", "websocket") and (prefix := scope.get("root_path", "")):
             path = scope["path"].removeprefix(prefix) or "/"
             scope = {**scope, "path": path, "root_path": ""}
         await self._app(scope, receive, without_id)

@@ -6,6 +6,7 @@ The format follows the reference's processor, not the tokenizer's jinja template
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +15,16 @@ import numpy as np
 
 from mingc.artifacts.parameters import AudioParameters, ThinkerParameters, VisionParameters
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaKind, MediaPart, Message, ToolCall, VideoParams
+from mingc.prompts.conversation import (
+    MediaKind,
+    MediaPart,
+    Message,
+    Part,
+    TextPart,
+    ThoughtPart,
+    ToolCall,
+    VideoParams,
+)
 from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VoiceClip
 from mingc.prompts.media_decoder import (
     NO_SOUND,
@@ -27,8 +37,12 @@ from mingc.prompts.positions import compute_positions
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.prompts.tools import Tool, ToolTokens, find_tool_tokens, tool_block
 
 _ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
+
+# A client may keep the thought of an answer in its text.
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 
 _BLOCK_TOKENS = 3  # start and end of an image or clip, and its newline
 
@@ -54,6 +68,9 @@ class ChatProcessor:
             write roles and turns; otherwise they are plain text. Media stay at the position of their parts.
         decoder: decodes media one by one; None: encoded media are refused.
         cached_characters: recent texts of so many characters keep their token ids.
+
+    Attributes:
+        tool_tokens: None if the tokenizer lacks one of them; tools are then refused.
     """
 
     def __init__(
@@ -71,6 +88,7 @@ class ChatProcessor:
         self._tokenizer = tokenizer
         self._encode = tokenizer.cached_encoder(cached_characters, parse_special_tokens=parse_special_tokens)
         self._decoder = decoder
+        self.tool_tokens = find_tool_tokens(tokenizer)
         self._role_start, self._role_end, self._turn_end = map(
             tokenizer.token_id, ("<role>", "</role>", "<|role_end|>")
         )
@@ -93,21 +111,22 @@ class ChatProcessor:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Tool] = (),
         video: VideoParams | None = None,
         thinking: bool = False,
         answer: str = "",
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
-        System messages at any place are joined by newlines. Earlier calls of tools and their results stand as the
-        released template writes them; its block of tools is not written. Media stand where their parts stand, whatever
-        the text says; the reference drops one medium for each literal tag of its kind (`<image>`). The answer begins
-        with `answer`, which the model continues.
+        System messages at any place are joined by newlines. Tools, earlier calls and their results, and the thoughts
+        of answers after the last user message stand as the released template writes them; earlier thoughts are left
+        out. Media stand where their parts stand, whatever the text says; the reference drops one medium for each
+        literal tag of its kind (`<image>`). The answer begins with `answer`, which the model continues.
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
         check_messages(messages)
-        self._check_length(messages)
+        self._check_length(messages, tools)
         video = video or VideoParams()
         left = _Left(
             num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
@@ -120,12 +139,44 @@ class ChatProcessor:
             ),
         )
         if left.num_media:
-            num_text = len(self._write(messages, thinking, lambda part: ()).ids)
+            num_text = len(self._write(messages, tools, thinking, lambda part: ()).ids)
             left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
-        writer = self._write(messages, thinking, lambda part: self._features(part, video, left))
+        writer = self._write(messages, tools, thinking, lambda part: self._features(part, video, left))
         writer.text(answer)
         writer.close()
         return self._finish(writer)
+
+    def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
+        """Write a prompt without the chat template, from a text or from token ids.
+
+        Raises: RequestError naming the token that is unknown or that stands for a medium, and as `prepare` does.
+        """
+        if not prompt:
+            raise RequestError("the prompt is empty", fix="send a text or token ids", param="prompt")
+        writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
+        if not isinstance(prompt, str):
+            self._check_tokens(prompt)
+        writer.ids += self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self._finish(writer, "prompt")
+
+    def tokenize(self, text: str) -> Sequence[int]:
+        """Token ids of a text, also of one that exceeds the context. Raises: RequestError when it is far longer."""
+        self._check_characters(len(text), "prompt")
+        return self._encode(text)
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        thinker = self._thinker
+        media = {thinker.image_patch_token, thinker.frame_patch_token, thinker.audio_patch_token}
+        for index, token in enumerate(prompt):
+            where = f"prompt[{index}]"
+            if not 0 <= token < thinker.vocab_size:
+                what = f"token {token} is not one of the model's {thinker.vocab_size}"
+                raise RequestError(what, where=where, fix="leave it out", param=where, code="invalid_value")
+            if token in media:
+                what = f"token {token} stands for a part of an image, video or clip"
+                raise RequestError(
+                    what, where=where, fix="send media in a chat", param=where, code="invalid_value"
+                )
 
     def read_speech(self, audio: bytes | memoryview, where: str, rules: TurnRules) -> SpeechReader:
         """Find the speech in an encoded file. Raises: RequestError without an encoder of sound or a decoder."""
@@ -137,33 +188,39 @@ class ChatProcessor:
         return self._decoder.read_speech(task, audio, rules)
 
     def _write(
-        self, messages: Sequence[Message], thinking: bool, decode: Callable[[MediaPart], Iterable[Features]]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        thinking: bool,
+        decode: Callable[[MediaPart], Iterable[Features]],
     ) -> PromptWriter:
         """Write all texts, and the media that `decode` gives."""
         system = [message.text for message in messages if message.role == "system"]
-        text = "\n".join(system) if system else self._thinker.default_system_text
-        suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
         writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
-        writer.text(text + suffix)
+        writer.text("\n".join(system) if system else self._thinker.default_system_text)
+        suffix = self._thinker.thinking_suffix.format(state="on" if thinking else "off")
+        if tools:
+            line = suffix.lstrip("\n")
+            writer.text(suffix.removesuffix(line))  # what separates the system text from what follows it
+            for piece in tool_block(tools, self._require_tool_tokens("tools")):
+                writer.text(piece) if isinstance(piece, str) else writer.token(piece)
+            suffix = "\n" + line
+        writer.text(suffix)
         writer.token(self._turn_end)
         turns = [message for message in messages if message.role != "system"]
+        last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=len(turns))
         for index, message in enumerate(turns):
             is_result = message.role == "tool"
             if not (is_result and index and turns[index - 1].role == "tool"):
                 self._write_role(writer, _ROLES[message.role])
             if is_result:
-                self._write_tagged(writer, "\n", "tool_response", message.text)
-            for place, part in enumerate(() if is_result else message.parts):
-                if isinstance(part, ToolCall):
-                    name = json.dumps(part.name, ensure_ascii=False)
-                    call = f'{{"name": {name}, "arguments": {part.arguments}}}'
-                    self._write_tagged(writer, "\n" if place else "", "tool_call", call)
-                elif isinstance(part, MediaPart):
-                    for features in decode(part):
-                        writer.media(features)
-                else:
-                    writer.text(part.text)
+                self._write_result(writer, message.text)
+            else:
+                thought, parts = _split_thought(message)
+                if thought and index > last_user:
+                    writer.text(f"\n<think>\n{thought}\n</think>\n\n")
+                self._write_parts(writer, parts, decode)
             if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
                 writer.token(self._turn_end)
         self._write_role(writer, "ASSISTANT")
@@ -175,12 +232,44 @@ class ChatProcessor:
         writer.text(role)
         writer.token(self._role_end)
 
-    def _write_tagged(self, writer: PromptWriter, before: str, tag: str, text: str) -> None:
-        """Write `text` between the special tokens of `tag`."""
-        writer.text(before)
-        writer.token(self._tokenizer.token_id(f"<{tag}>"))
+    def _write_parts(
+        self,
+        writer: PromptWriter,
+        parts: Sequence[Part],
+        decode: Callable[[MediaPart], Iterable[Features]],
+    ) -> None:
+        for place, part in enumerate(parts):
+            if isinstance(part, ToolCall):
+                tokens = self._require_tool_tokens("messages")
+                writer.text("\n" if place else "")
+                writer.token(tokens.call_start)
+                name = json.dumps(part.name, ensure_ascii=False)
+                writer.text(f'\n{{"name": {name}, "arguments": {part.arguments}}}\n')
+                writer.token(tokens.call_end)
+            elif isinstance(part, MediaPart):
+                for features in decode(part):
+                    writer.media(features)
+            else:
+                writer.text(part.text)
+
+    def _write_result(self, writer: PromptWriter, text: str) -> None:
+        """Write the result of a call."""
+        tokens = self._require_tool_tokens("messages")
+        writer.text("\n")
+        writer.token(tokens.response_start)
         writer.text(f"\n{text}\n")
-        writer.token(self._tokenizer.token_id(f"</{tag}>"))
+        writer.token(tokens.response_end)
+
+    def _require_tool_tokens(self, param: str) -> ToolTokens:
+        if self.tool_tokens is None:
+            raise RequestError(
+                "the tokenizer of this model has no tokens for calls of tools",
+                where=param,
+                fix="leave out 'tools', and messages with calls and results",
+                param=param,
+                code="unsupported_parameter",
+            )
+        return self.tool_tokens
 
     def _features(self, part: MediaPart, video: VideoParams, left: _Left) -> Iterator[Features]:
         for kind in _kinds(part, video):
@@ -217,18 +306,21 @@ class ChatProcessor:
                 return None
             raise
 
-    def _check_length(self, messages: Sequence[Message]) -> None:
+    def _check_length(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
-        num_characters = sum(
-            part.size for message in messages for part in message.parts if not isinstance(part, MediaPart)
-        )
-        if num_characters > self._max_characters:
-            raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens)
+        parts = (part for message in messages for part in message.parts)
+        num_characters = sum(part.size for part in parts if not isinstance(part, MediaPart))
+        num_characters += sum(len(tool.definition) for tool in tools)
+        self._check_characters(num_characters, "messages")
 
-    def _finish(self, writer: PromptWriter) -> PreparedPrompt:
+    def _check_characters(self, num_characters: int, param: str) -> None:
+        if num_characters > self._max_characters:
+            raise _too_long(f"far too many tokens in {num_characters} characters", self._max_tokens, param)
+
+    def _finish(self, writer: PromptWriter, param: str = "messages") -> PreparedPrompt:
         num_tokens = len(writer.ids)
         if num_tokens >= self._max_tokens:
-            raise _too_long(f"{num_tokens} tokens", self._max_tokens)
+            raise _too_long(f"{num_tokens} tokens", self._max_tokens, param)
         positions, delta = compute_positions(
             num_tokens,
             writer.grids,
@@ -250,6 +342,19 @@ class ChatProcessor:
         return PreparedPrompt(tokens=prompt, media=media)
 
 
+def _split_thought(message: Message) -> tuple[str, Sequence[Part]]:
+    """The thought of an answer without line breaks around it, and its other parts."""
+    thought = "".join(part.text for part in message.parts if isinstance(part, ThoughtPart))
+    parts = [part for part in message.parts if not isinstance(part, ThoughtPart)]
+    first = parts[0] if parts and message.role == "assistant" else None
+    found = _THOUGHT.match(first.text) if isinstance(first, TextPart) else None
+    if found is not None:
+        rest = found.string[found.end() :]
+        parts[:1] = [TextPart(text=rest)] if rest else []
+        thought = thought or found[1]
+    return thought.strip("\n"), parts
+
+
 def _num_tokens(features: Features, merge_size: int) -> int:
     if isinstance(features, AudioFeatures):
         return features.num_tokens
@@ -258,12 +363,14 @@ def _num_tokens(features: Features, merge_size: int) -> int:
     return vision.num_tokens(merge_size)
 
 
-def _too_long(found: str, max_tokens: int) -> RequestError:
+def _too_long(found: str, max_tokens: int, param: str) -> RequestError:
     return RequestError(
         f"the prompt has {found}, the context holds {max_tokens} with the answer",
-        where="messages",
-        fix="send fewer or shorter messages, or smaller media",
-        param="messages",
+        where=param,
+        fix="send fewer or shorter messages, or smaller media"
+        if param == "messages"
+        else "send a shorter one",
+        param=param,
         code="context_length_exceeded",
     )
 

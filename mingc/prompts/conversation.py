@@ -58,7 +58,19 @@ class ToolCall:
         return len(self.name) + len(self.arguments)
 
 
-Part = TextPart | MediaPart | ToolCall
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThoughtPart:
+    """What the model thought before an earlier answer. The prompt has it while the answer's turn lasts."""
+
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Number of characters."""
+        return len(self.text)
+
+
+Part = TextPart | MediaPart | ToolCall | ThoughtPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +87,15 @@ class Message:
 
     @property
     def prompt_text(self) -> str:
-        """All that the prompt says of the message besides its media: its text and its calls of tools."""
+        """All that the prompt may say of the message besides its media: its text, thoughts and calls of tools."""
         calls = (part.name + part.arguments for part in self.parts if isinstance(part, ToolCall))
-        return self.text + "".join(calls)
+        thoughts = (part.text for part in self.parts if isinstance(part, ThoughtPart))
+        return "".join((self.text, *calls, *thoughts))
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it has calls of tools, or is the result of one."""
+        return self.role == "tool" or any(isinstance(part, ToolCall) for part in self.parts)
 
     @property
     def size(self) -> int:

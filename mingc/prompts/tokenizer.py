@@ -16,6 +16,11 @@ from mingc.errors import ArtifactError, IntegrityError
 from mingc.prompts.text_cuts import blocks, find_cut_pattern
 
 _REPLACEMENT = "\ufffd"
+_VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+# A byte-level vocabulary writes a byte as a visible character: itself, or, in order, one from U+0100 on.
+_BYTES = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(0x100 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))
+}
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
 _MIN_CACHED_CHARACTERS = 256  # shorter blocks are tokenized in tens of microseconds: not worth an entry
@@ -34,6 +39,8 @@ class TextTokenizer:
         self._plain = Tokenizer(tokenizer.model)
         self._plain.normalizer = tokenizer.normalizer
         self._plain.pre_tokenizer = tokenizer.pre_tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, each in added.items() if each.special)
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
@@ -78,12 +85,34 @@ class TextTokenizer:
         """The text of `ids`; invalid bytes become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def token_name(self, token: int) -> str:
+        """The token as the vocabulary writes it (`Ġthe`); "" for an id that it lacks."""
+        return self._tokenizer.id_to_token(token) or ""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What a token adds to the UTF-8 of a text, half a character too; None if it has no text: a special token.
+
+        `decode` of some ids is their bytes, joined, in which U+FFFD replaces what is not UTF-8.
+        """
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._special:
+            return None
+        try:
+            return bytes([_BYTES[character] for character in name])
+        except KeyError:
+            return name.encode()
+
     def token_id(self, token: str) -> int:
         """The id of the token with exactly this text. Raises: IntegrityError for an unknown token."""
-        found = self._tokenizer.token_to_id(token)
+        found = self.find_token(token)
         if found is None:
             raise IntegrityError(f"the tokenizer has no token {token!r}", where=self._source)
-        return int(found)
+        return found
+
+    def find_token(self, token: str) -> int | None:
+        """The id of the token with exactly this text; None for an unknown token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
 
 def load_tokenizer(artifact: Artifact, stage: str) -> TextTokenizer:

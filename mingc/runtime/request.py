@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
+from mingc.prompts.tools import ToolUse
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 
-FinishReason = Literal["stop", "length"]
+if TYPE_CHECKING:
+    from mingc.prompts.tokenizer import TextTokenizer
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+TextKind = Literal["text", "thought", "call"]
 
 
 NOTHING_TO_SPEAK = (
@@ -34,12 +39,14 @@ class Constraint:
         text: the schema, pattern, strings or grammar.
         param: the field of the request that has it, for error messages.
         after: token after which the constraint begins, and begins again; None: at the answer's first token.
+        thinking: whether a thought may come first.
     """
 
     kind: Literal["json", "regex", "choice", "grammar"]
     text: str
     param: str
     after: int | None = None
+    thinking: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,20 +108,37 @@ class SpeechParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRequest:
-    """A conversation to answer. The answer always has text; it has speech if `speech` is given.
+    """A conversation to answer. The answer has text, or calls of `tools`; it has speech if `speech` is given.
 
     `is_live`: the client plays the speech while it is generated, so it need not be generated faster. `priority`:
-    requests with a lower one are served earlier.
+    requests with a lower one are served earlier. `num_answers`: how many answers of text; answer i is sampled with the
+    seed of `sampling` plus i.
     """
 
     request_id: str
     messages: tuple[Message, ...]
     sampling: SamplingParams
     speech: SpeechParams | None = None
+    tools: ToolUse = field(default_factory=ToolUse)
     video: VideoParams = field(default_factory=VideoParams)
     thinking: bool = False
     is_live: bool = False
     priority: int = 0
+    num_answers: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRequest:
+    """A text, or its token ids, to continue; no chat template. `priority` and `num_answers`: see `ChatRequest`."""
+
+    request_id: str
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    num_answers: int = 1
+
+
+TextRequest = ChatRequest | CompletionRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +184,7 @@ class Usage:
     audio_patches: int = 0
     audio_seconds: float = 0.0
 
-    def plus(self, other: Usage) -> Usage:
-        """The sums of both."""
+    def __add__(self, other: Usage) -> Usage:
         return Usage(
             **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Usage)}
         )
@@ -184,12 +207,49 @@ class TokenLogprobs:
 class TextDelta:
     """Text added by one token; empty while a character is incomplete.
 
-    `token` is None if the text completes an answer without a new token. `logprobs`: if the request asked for them.
+    Attributes:
+        token: None if the text completes an answer or a thought without a new token.
+        kind: `text` is the answer; a `thought` is not spoken; a token of a `call` has no text, its call is in events of
+            its own.
+        logprobs: if the request asked for them: by token, in order, of the tokens whose text this delta begins or
+            completes. Those of a stop string have none.
     """
 
     text: str
     token: int | None = None
-    logprobs: TokenLogprobs | None = None
+    kind: TextKind = "text"
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallDelta:
+    """Part of a call: first its `name` alone, then the `arguments`, the next characters of their JSON object."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallDone:
+    """A call is complete. `arguments`: a JSON object, whose parts were sent before."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallFailed:
+    """What was to be a call is none: its JSON is broken or unfinished, or its function may not be called.
+
+    Attributes:
+        index: None if no part of it was sent.
+        text: all of it as the model wrote it, with its tags.
+    """
+
+    index: int | None
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -233,7 +293,7 @@ class Done:
     has_nothing_to_speak: bool = False
 
 
-Event = TextDelta | AudioDelta | TextDone | Done
+Event = TextDelta | ToolCallDelta | ToolCallDone | ToolCallFailed | AudioDelta | TextDone | Done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,6 +367,7 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
+    has_tools: bool = False  # its tokenizer has the tokens of calls
     max_model_len: int | None = None  # tokens of one prompt and its answer; None without a thinker
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
     all_reduce: str | None = None  # all-reduce algorithm of the thinker's ranks, and why; None for one rank
@@ -369,9 +430,10 @@ class ServiceLoad:
 class Service(Protocol):
     """Interface of the running model for the HTTP layer.
 
-    `chat` and `speech` yield events until `Done`, `transcribe` until `TranscriptDone`; closing the iterator cancels
-    the request, which frees its pages and slots at the next step. They raise RequestError before the first event when
-    the request cannot be served, CapacityError when queues are full, WorkerError when an engine fails.
+    `answers`, `chat`, `speech` and `stream_speech` yield events until `Done`, `transcribe` until `TranscriptDone`;
+    closing the iterator cancels the request, which frees its pages and slots at the next step. They raise RequestError
+    before the first event when the request cannot be served, CapacityError when queues are full, WorkerError when an
+    engine fails.
     """
 
     @property
@@ -392,7 +454,29 @@ class Service(Protocol):
         """
         ...
 
-    def chat(self, request: ChatRequest) -> AsyncIterator[Event]: ...
+    def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """Events of all answers to a prompt, each with the number of its answer, until the `Done` of every answer.
+
+        The prompt is prepared and its media are encoded once. Later answers begin when the prefix cache has its pages.
+        The usage of the prompt is in the `Done` of answer 0 only, so the sum of all is that of the request.
+        """
+        ...
+
+    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+        """Events of the one answer to a conversation."""
+        ...
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """Token ids of a text, or of a conversation's prompt with the placeholders of its media.
+
+        Raises: RequestError as `answers` does; a text may exceed the context.
+        """
+        ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Tokenizer of prompts and answers. Raises: RequestError without a thinker."""
+        ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
 
@@ -409,6 +493,17 @@ class Service(Protocol):
 
     async def remove_voice(self, name: str) -> VoiceInfo:
         """Remove an uploaded voice by id or name. Raises: RequestError (404; 403 for one of the artifact's)."""
+        ...
+
+    def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncIterator[Event]:
+        """Like `speech`, of a text that is still being written: `deltas`, not the text of `request`.
+
+        The speech depends on the whole text alone, not on where it is cut. `starts_early`: the first segment may end
+        with a clause; otherwise the speech is that of `speech` by the natural rules. An error of `deltas` ends the
+        request.
+        """
         ...
 
     def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]: ...

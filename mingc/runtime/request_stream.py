@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mingc.errors import ServeError
-from mingc.runtime.request import AudioDelta, FinishReason
+from mingc.runtime.request import AudioDelta, FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +19,21 @@ class TokenItem:
     """One token of an answer; `token` is None when a stop token ended the answer. The last item has `finish`.
 
     `reused_tokens`: how many tokens of the prompt the prefix cache held. `begun_at`: when the prefill began
-    (`time.perf_counter`).
+    (`time.perf_counter`). `logprobs`: of the token, if the request asked for them. `answer`: the number of the answer,
+    if a request has several.
     """
 
     token: int | None
     finish: FinishReason | None
     reused_tokens: int = 0
     begun_at: float | None = field(default=None, compare=False)
+    logprobs: TokenLogprobs | None = None
+    answer: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextEndItem:
+    """The text to speak has ended; all its segments are queued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +47,7 @@ class FailedItem:
 MAX_UNREAD_BYTES = 256 << 20
 _FAIR_PATCHES = 4
 
-Item = TokenItem | AudioDelta | FailedItem
+Item = TokenItem | AudioDelta | TextEndItem | FailedItem
 
 
 class EventQueue:

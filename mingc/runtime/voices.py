@@ -36,10 +36,13 @@ class VoicePack:
 class VoiceSample:
     """A speaker as a client describes one: an encoded recording and what it says, or the speaker vector alone.
 
-    `transcript`: None: the model transcribes the recording. `where`: what errors call the recording.
+    Attributes:
+        recording: what a client sent (a URL or base64), which `mingc.server` loads; then the encoded bytes.
+        transcript: None: the model transcribes the recording.
+        where: what errors call the recording.
     """
 
-    recording: bytes = field(default=b"", repr=False)
+    recording: bytes | str = field(default=b"", repr=False)
     transcript: str | None = None
     vector: tuple[float, ...] = field(default=(), repr=False)
     where: str = "ref_audio"

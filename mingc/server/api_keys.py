@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from mingc.errors import ConfigError, RequestError
 log = logging.getLogger("mingc.http")
 
 VARIABLE = "MINGC_API_KEYS"
+_KEY_SUBPROTOCOL = "openai-insecure-api-key."
 _CHECK_S = 1.0  # minimum interval between checks of the file
 
 
@@ -100,14 +101,18 @@ def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
 
 
 class ApiKeyCheck:
-    """ASGI middleware that refuses requests without a valid key, before their body is read."""
+    """ASGI middleware that refuses requests and WebSockets without a valid key, before a body or a message is read.
+
+    Pages cannot set headers of a WebSocket; they offer the key as a subprotocol, as OpenAI's SDKs do. A URL has no key,
+    because URLs are logged.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         keys: ApiKeys,
         open_paths: frozenset[str],
-        answer: Callable[[Request, Exception], Response],
+        answer: Callable[[HTTPConnection, Exception], Response],
     ) -> None:
         """`open_paths` need no key; `answer` creates the response of an error."""
         self._app = app
@@ -116,18 +121,24 @@ class ApiKeyCheck:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys.is_required and scope["path"] not in self._open_paths:
+        is_open = scope["type"] == "http" and scope["path"] in self._open_paths
+        if scope["type"] in ("http", "websocket") and self._keys.is_required and not is_open:
             try:
-                key = self._check(Headers(scope=scope).get("authorization", ""))
+                key = self._check(
+                    Headers(scope=scope).get("authorization", ""), scope.get("subprotocols", ())
+                )
             except RequestError as error:
-                await self._answer(Request(scope), error)(scope, receive, send)
+                await self._answer(HTTPConnection(scope), error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
 
-    def _check(self, header: str) -> bytes:
+    def _check(self, header: str, subprotocols: Iterable[str]) -> bytes:
         """The hash of the key. Raises: RequestError (401)."""
         scheme, _, key = header.partition(" ")
+        if not header:
+            offered = [each for each in subprotocols if each.startswith(_KEY_SUBPROTOCOL)]
+            scheme, key = "bearer", offered[0].removeprefix(_KEY_SUBPROTOCOL) if offered else ""
         if scheme.lower() != "bearer" or not key.strip():
             raise _Unauthorized("You did not provide an API key: send 'Authorization: Bearer KEY'.")
         if not self._keys.accepts(key):

@@ -12,9 +12,10 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 
 from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
@@ -24,6 +25,7 @@ from mingc.server.http.forms import FORM
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
+    VERSION,
     ModelList,
     ReadyResponse,
     VoiceDeleted,
@@ -32,17 +34,18 @@ from mingc.server.http.response_schemas import (
     voice_list,
 )
 from mingc.server.http.routes import (
+    HANDLERS,
     GenerationRoute,
     HttpState,
     handle_add_voice,
-    handle_chat,
-    handle_speech,
     handle_transcription,
 )
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
+from mingc.server.websocket import speech
+from mingc.server.websocket.connection import EventSocket, SessionRoute
 
 log = logging.getLogger("mingc.http")
 
@@ -67,7 +70,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             VARIABLE,
         )
 
-    def answer_error(request: Request, error: Exception) -> Response:
+    def answer_error(request: HTTPConnection, error: Exception) -> Response:
         return _error_response(request, error, options)
 
     voices = service.info.voices
@@ -83,12 +86,25 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             fix="pass --voice-alias NAME=VOICE",
         )
 
+    async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+        error = HTTPException(404)
+        if scope["type"] != "websocket":
+            raise error
+        await answer_error(HTTPConnection(scope), error)(scope, receive, send)
+
+    async def serve_speech(socket: EventSocket) -> None:
+        await speech.SpeechSession(http, socket).serve()
+
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerationRoute(http, handle_chat), methods=["POST"]),
-            Route("/v1/audio/speech", GenerationRoute(http, handle_speech), methods=["POST"]),
+            *(
+                Route(path, GenerationRoute(http, handler), methods=["POST"])
+                for path, handler in HANDLERS.items()
+            ),
+            WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
+            Route(speech.PATH, _upgrade_required, include_in_schema=False),
             Route(
                 "/v1/audio/voices", GenerationRoute(http, handle_add_voice, body_type=FORM), methods=["POST"]
             ),
@@ -108,8 +124,20 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
         exception_handlers={MingcError: answer_error, HTTPException: answer_error, Exception: answer_error},
     )
     app.router.redirect_slashes = False
+    app.router.default = not_found
     app.state.server = state
     return app
+
+
+async def _upgrade_required(request: Request) -> Response:
+    error = RequestError(
+        f"{request.url.path} is a WebSocket, and the request does not ask for one",
+        fix="use a WebSocket client; a proxy in between must pass 'Upgrade' and 'Connection' on",
+        status=426,
+        code="websocket_required",
+    )
+    error.headers = {"Upgrade": "websocket", "Connection": "Upgrade"}  # RFC 9110 §15.5.22
+    raise error
 
 
 async def _refuse_translation(request: Request) -> Response:
@@ -155,6 +183,9 @@ def _information_routes(state: ServerState) -> list[Route]:
     async def metrics(request: Request) -> Response:
         return Response(state.metrics.render(service.load), media_type=CONTENT_TYPE)
 
+    async def version(request: Request) -> Response:
+        return _json(VERSION)
+
     async def openapi(request: Request) -> Response:
         return Response(await asyncio.to_thread(openapi_document), media_type="application/json")
 
@@ -166,6 +197,7 @@ def _information_routes(state: ServerState) -> list[Route]:
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
+        Route("/version", version),
         Route("/openapi.json", openapi),
     ]
 
@@ -187,7 +219,7 @@ def _cors(options: ServeOptions) -> list[Middleware]:
     ]
 
 
-def _methods(request: Request) -> list[str]:
+def _methods(request: HTTPConnection) -> list[str]:
     """Methods of all routes with the path of a request."""
     routes = [each for each in request.app.routes if isinstance(each, Route)]
     found = [each.methods or () for each in routes if each.path_regex.match(request.url.path)]
@@ -205,10 +237,11 @@ def _json(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def _error_response(request: Request, error: Exception, options: ServeOptions) -> Response:
+def _error_response(request: HTTPConnection, error: Exception, options: ServeOptions) -> Response:
     headers = dict(getattr(error, "headers", None) or {})
+    method = request.scope.get("method", "WebSocket")
     if isinstance(error, HTTPException):  # from starlette: unknown path or method
-        shown = f"{request.method} {request.url.path[:100]}"
+        shown = f"{method} {request.url.path[:100]}"
         wrong_method = error.status_code == 405
         if wrong_method:
             headers["Allow"] = ", ".join(_methods(request))
@@ -220,6 +253,6 @@ def _error_response(request: Request, error: Exception, options: ServeOptions) -
     if status in (429, 503):
         headers["Retry-After"] = str(options.retry_after_s)
     elif status >= 500:
-        log.error("%s %s: %s", request.method, request.url.path, known)
+        log.error("%s %s: %s", method, request.url.path, known)
     headers["x-request-id"] = REQUEST_ID.get()  # an unforeseen error is answered outside of RequestContext
     return Response(encode_error(known), status, headers, "application/json")

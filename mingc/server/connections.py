@@ -3,7 +3,8 @@
 uvicorn parses HTTP by h11 and runs the app. This module adds rules of RFC 9112 that h11 leaves to servers, a time limit
 on request headers and on clients to which nothing can be delivered, a limit on connections that keeps `/health`
 reachable, a pause in accepting when descriptors run out (asyncio's own loop would repeat `accept` and its log line
-without a pause), and JSON errors for data that is not HTTP.
+without a pause), and JSON errors for data that is not HTTP. A connection that becomes a WebSocket goes on as a
+`mingc.server.websocket_connection.WebSocketConnection` in the same table.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import termios
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import h11
 import uvicorn
@@ -44,15 +45,15 @@ _SMALLEST = 8
 _ACCEPTS = 16  # connections accepted before other work of the event loop
 # Bytes read from one connection before others are served: with asyncio's 256 KiB, 64 uploads delay a probe by a second.
 # Fewer connections share the bytes that 64 may read in one pass of the event loop, so a body takes fewer passes.
-_READ_BYTES = 16 * 1024
+READ_BYTES = 16 * 1024
 _MAX_HEAD_BYTES = 16 * 1024  # request line and headers
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#]*@)?([^/?#]*)", re.IGNORECASE)
 _LARGEST_READ_BYTES = 256 * 1024
-_PASS_BYTES = 64 * _READ_BYTES
+_PASS_BYTES = 64 * READ_BYTES
 _ACCEPT_PAUSE_S = 0.1
 # Bytes of a refused body that are read and dropped to keep the connection usable; more than sockets buffer.
 _DISCARDED_BYTES = 16 << 20
-_LINGER_S = 1.0  # a connection closed with unread data loses what the client has not read yet
+LINGER_S = 1.0  # a connection closed with unread data loses what the client has not read yet
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -76,19 +77,37 @@ def connection_limit(requested: int | None) -> int:
     return requested or min(room, _LARGEST_DEFAULT)
 
 
+class Connection(Protocol):
+    """What a `ConnectionTable` knows of every connection."""
+
+    def blocked_s(self, now: float) -> float: ...
+
+    def abort(self) -> None: ...
+
+
+class SessionConnection(Connection, Protocol):
+    """What it knows of a WebSocket."""
+
+    def end(self, code: int, reason: str) -> None: ...
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class ConnectionTable:
     """Open connections of one server. Call it from the event loop only.
 
     Attributes:
         waiting: connections without a running request, with the time since when; the longest wait first.
+        idle: WebSockets without a running response, the longest idle first.
+        receiving: WebSockets of which a part of a message has arrived, with the time since when, in this order.
     """
 
     options: ServeOptions
     metrics: Metrics
     limit: int
-    connections: set[HttpConnection] = field(default_factory=set, init=False)
+    connections: set[Connection] = field(default_factory=set, init=False)
     waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
+    idle: dict[SessionConnection, None] = field(default_factory=dict, init=False)
+    receiving: dict[SessionConnection, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.metrics.add_limit("connections", lambda: (len(self.connections), self.limit))
@@ -97,33 +116,57 @@ class ConnectionTable:
     def body_read_bytes(self) -> int:
         """Most bytes of a body to read at once."""
         share = _PASS_BYTES // max(1, len(self.connections))
-        return min(max(share, _READ_BYTES), _LARGEST_READ_BYTES)
+        return min(max(share, READ_BYTES), _LARGEST_READ_BYTES)
 
     def make_room(self) -> bool:
-        """If the table is full, close the connection that has waited longest. Returns False if none waits."""
-        if len(self.connections) < self.limit:
-            return True
+        """If the table is full, close the connection that has waited longest. Returns False if none waits.
+
+        A client opens the next connection for its next request, but has to begin its session again, so sessions come
+        last.
+        """
+        return len(self.connections) < self.limit or self.evict("evicted")
+
+    def evict(self, reason: str) -> bool:
+        """Close the connection that has waited longest. Returns False if none waits."""
         for connection in self.waiting:
-            self._close(connection, "evicted")
+            self._close(connection, reason)
             connection.abort()
+            return True
+        for session in self.idle:
+            self._close(session, reason)
+            session.end(1008, "idle, and all connections of the server are in use")
             return True
         return False
 
     def add(self, connection: HttpConnection) -> None:
-        self.connections.add(connection)
-        self.metrics.connections.set(len(self.connections))
+        self._add(connection)
         self.set_waiting(connection)
 
-    def remove(self, connection: HttpConnection) -> None:
+    def add_session(self, session: SessionConnection) -> None:
+        self._add(session)
+        self.set_idle(session)
+
+    def _add(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        self.metrics.connections.set(len(self.connections))
+
+    def remove(self, connection: Any) -> None:
         self.connections.discard(connection)
         self.metrics.connections.set(len(self.connections))
-        self.waiting.pop(connection, None)
+        for group in (self.waiting, self.idle, self.receiving):
+            group.pop(connection, None)
 
     def set_waiting(self, connection: HttpConnection) -> None:
         """Record that the connection waits for a request from now on."""
         if connection in self.connections:
             self.waiting.pop(connection, None)
             self.waiting[connection] = asyncio.get_running_loop().time()
+
+    def set_idle(self, session: SessionConnection) -> None:
+        """Record that a session without a running response was active just now."""
+        if session in self.connections:
+            self.idle.pop(session, None)
+            self.idle[session] = None
 
     def close_late(self) -> None:
         """Close connections that exceed a time limit."""
@@ -134,14 +177,49 @@ class ConnectionTable:
             self.waiting.pop(connection)
             self.metrics.connections_closed.labels("header_timeout").inc()
             connection.close_unfinished()
-        for connection in list(self.connections):
-            if connection.blocked_s(now) >= self.options.write_timeout_s:
-                self._close(connection, "write_timeout")
-                connection.abort()
+        for session, since in list(self.receiving.items()):
+            if now - since < self.options.body_timeout_s:
+                break
+            self._close(session, "body_timeout")
+            session.end(1008, f"a message did not arrive within {self.options.body_timeout_s:g} s")
+        for each in list(self.connections):
+            if each.blocked_s(now) >= self.options.write_timeout_s:
+                self._close(each, "write_timeout")
+                each.abort()
 
-    def _close(self, connection: HttpConnection, reason: str) -> None:
+    def _close(self, connection: Connection, reason: str) -> None:
         self.remove(connection)
         self.metrics.connections_closed.labels(reason).inc()
+
+
+class Delivery:
+    """For how long nothing could be delivered to a client while data was pending."""
+
+    def __init__(self) -> None:
+        self._unsent = 0
+        self._since = 0.0
+
+    def blocked_s(self, transport: asyncio.Transport | None, now: float, *, is_full: bool) -> float:
+        """Seconds until `now`. `transport`: None before the connection is set up. `is_full`: whether its buffer is.
+
+        Nothing is added to a full or closing connection's buffer. It shrinks only when much has been delivered (on
+        Linux a third of what the kernel holds), so what the kernel has sent without an acknowledgement counts too.
+        """
+        if transport is None or not (is_full or transport.is_closing()):
+            self._unsent = 0
+            return 0.0
+        unsent = transport.get_write_buffer_size() + _unacknowledged(transport)
+        if not self._unsent or unsent < self._unsent:
+            self._unsent, self._since = max(unsent, 1), now
+        return now - self._since
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes in the kernel's send buffer; 0 where the system does not tell."""
+    count = bytearray(4)
+    with contextlib.suppress(OSError, ValueError):  # closed
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+    return int.from_bytes(count, sys.byteorder)
 
 
 class _Parser(h11.Connection):
@@ -200,13 +278,12 @@ class HttpConnection(H11Protocol):
         self._table = table
         self._is_probe = is_probe
         self._is_aborted = False
-        self._unsent = 0
-        self._unsent_since = 0.0
+        self._delivery = Delivery()
         table.add(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_read_bytes(_READ_BYTES)
+        self._set_read_bytes(READ_BYTES)
         if self._is_aborted:
             transport.abort()
 
@@ -218,7 +295,7 @@ class HttpConnection(H11Protocol):
         super().data_received(data)
         self._after_events()
         is_body = self.conn.their_state is h11.SEND_BODY
-        self._set_read_bytes(self._table.body_read_bytes if is_body else _READ_BYTES)
+        self._set_read_bytes(self._table.body_read_bytes if is_body else READ_BYTES)
 
     def _set_read_bytes(self, count: int) -> None:
         self.transport.max_size = count  # type: ignore[attr-defined]  # of asyncio's selector transports
@@ -229,7 +306,7 @@ class HttpConnection(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and self._declared_bytes() > _DISCARDED_BYTES:
             # Refused before its body was read: the client may read the answer, but must not send the rest.
             self.flow.pause_reading()
-            self.loop.call_later(_LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, self.transport.close)
         self._after_events()  # a pipelined request may have begun
 
     def _declared_bytes(self) -> int:
@@ -244,28 +321,28 @@ class HttpConnection(H11Protocol):
             self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
 
     def _should_upgrade(self) -> bool:
-        return False  # RFC 9110 §7.8: a server may ignore it; uvicorn would log two warnings
+        """Whether the request asks for a WebSocket; other offers are ignored (RFC 9110 §7.8), as uvicorn's log lines.
+
+        A request with a body or with data behind it goes on as HTTP: frames may follow only after the answer.
+        """
+        fields = dict(self.headers)
+        return (
+            self._get_upgrade() == b"websocket"
+            and self.scope["method"] == "GET"
+            and self.scope["http_version"] == "1.1"
+            and b"transfer-encoding" not in fields
+            and fields.get(b"content-length", b"0") == b"0"
+            and not self.conn.trailing_data[0]
+        )
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._table.remove(self)  # the new protocol adds itself
+        super().handle_websocket_upgrade(event)
 
     def blocked_s(self, now: float) -> float:
-        """Seconds in which nothing could be delivered to the client while data was pending.
-
-        Nothing is added to a full or closing connection's buffer. It shrinks only when much has been delivered (on
-        Linux a third of what the kernel holds), so what the kernel has sent without an acknowledgement counts too.
-        """
-        if self.transport is None or not (self.flow.write_paused or self.transport.is_closing()):
-            self._unsent = 0
-            return 0.0
-        unsent = self.transport.get_write_buffer_size() + self._unacknowledged()
-        if not self._unsent or unsent < self._unsent:
-            self._unsent, self._unsent_since = max(unsent, 1), now
-        return now - self._unsent_since
-
-    def _unacknowledged(self) -> int:
-        """Bytes in the kernel's send buffer; 0 where the system does not tell."""
-        count = bytearray(4)
-        with contextlib.suppress(OSError, ValueError):  # closed
-            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
-        return int.from_bytes(count, sys.byteorder)
+        """See `Delivery`."""
+        is_full = self.transport is not None and self.flow.write_paused
+        return self._delivery.blocked_s(self.transport, now, is_full=is_full)
 
     def abort(self) -> None:
         """Close, and drop buffered data."""
@@ -375,10 +452,7 @@ class Acceptor:
     def _pause(self, error: OSError) -> None:
         """Out of descriptors: close the longest waiting connection and try again a little later."""
         log.warning("cannot accept connections: %s", error.strerror)
-        self._table.metrics.connections_closed.labels("no_descriptor").inc()
-        for connection in list(self._table.waiting)[:1]:
-            self._table.remove(connection)
-            connection.abort()
+        self._table.evict("no_descriptor")
         self._loop.remove_reader(self._listener.fileno())
         self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,9 +27,10 @@ class KeyUse:
     used: Counter[str]
     own: Counter[str]
 
-    def add_chat(self, prompt: str, max_tokens: int, *, is_spoken: bool) -> None:
-        """Count the text of a chat's prompt and its longest answer. Raises: see `add`."""
-        self.add("--key-max-tokens", len(prompt.encode()) // _BYTES_PER_TOKEN + max_tokens)
+    def add_text(self, prompt: str | Sequence[int], max_tokens: int, *, is_spoken: bool = False) -> None:
+        """Count the text or tokens of a prompt, and `max_tokens` of all its answers. Raises: see `add`."""
+        num_tokens = len(prompt.encode()) // _BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+        self.add("--key-max-tokens", num_tokens + max_tokens)
         if is_spoken:
             self.add("--key-max-audio-seconds", round(max_tokens * _BYTES_PER_TOKEN * SECONDS_PER_BYTE))
 
@@ -65,8 +66,8 @@ class KeyUse:
 class KeyLimits:
     """What the requests of every key have in flight. Call it from the event loop only.
 
-    The names of limits are those of their options. Tokens are those of a chat's prompt, by the length of its text, and
-    `max_tokens`. Seconds of speech are what a text, or an answer of `max_tokens`, takes to be spoken.
+    The names of limits are those of their options. Tokens are those of a prompt, by the length of its text, and
+    `max_tokens` of each answer. Seconds of speech are what a text, or an answer of `max_tokens`, takes to be spoken.
     """
 
     def __init__(self, options: ServeOptions) -> None:

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from mingc.errors import ConfigError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.connections import Acceptor, ConnectionTable, HttpConnection, connection_limit
 from mingc.server.state import ServerState
+from mingc.server.websocket_connection import WebSocketConnection
 
 log = logging.getLogger("mingc.http")
 _CLOSE_MARGIN_S = 2.0  # added to the shutdown timeout: to send last events and join workers
@@ -243,7 +245,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=HttpConnection,
-                ws="none",
+                ws=partial(WebSocketConnection, table=self._table, bodies=self.state.bodies),  # type: ignore[arg-type]
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -29,6 +29,7 @@ access_log = logging.getLogger("mingc.access")
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = ("/health", "/ready", "/metrics")
+_ANSWERS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _BURST = 20  # equal lines within one window
 _WINDOW_S = 10.0
 _LINE_CHARACTERS = 4000
@@ -163,14 +164,17 @@ class RepetitionLimit(logging.Filter):
 
 
 class RequestContext:
-    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line and its count."""
+    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line and its count.
+
+    A WebSocket counts as a request of status 101, and is logged at its end.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
@@ -182,8 +186,9 @@ class RequestContext:
 
         async def watch(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
+            if message["type"] in _ANSWERS:
+                status = str(message.get("status", 101))
+                message.setdefault("headers", [])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -203,7 +208,7 @@ def _log_access(scope: Scope, status: str, seconds: float) -> None:
         return
     client = scope.get("client")
     values = {
-        "method": scope["method"],
+        "method": scope.get("method", "GET"),
         "path": scope["path"][:_PATH_CHARACTERS],
         "status": int(status),
         "duration_ms": round(seconds * 1000, 1),

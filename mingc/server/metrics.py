@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -18,7 +19,7 @@ from prometheus_client import (
     generate_latest,
 )
 from starlette.applications import Starlette
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Scope
 
 from mingc import __version__
@@ -33,6 +34,8 @@ from mingc.runtime.request import (
     TranscriptEvent,
     Usage,
 )
+
+_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -102,7 +105,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._requests = self._counter(
             "http_requests",
-            "HTTP requests by route and status; status 499: the client disconnected before an answer.",
+            "HTTP requests by route and status; 499: the client disconnected before an answer; 101: a WebSocket that "
+            "has ended.",
             "route",
             "status",
         )
@@ -190,9 +194,17 @@ class Metrics:
         self.connections = self._gauge("num_connections", "Open connections.")
         self.connections_closed = self._counter(
             "connections_closed",
-            "Connections that the server closed early: header_timeout, write_timeout (the client does not read), "
-            "evicted (the longest waiting one, for a new one), refused (--max-connections), no_descriptor.",
+            "Connections that the server closed early: header_timeout, body_timeout (of a message of a WebSocket), "
+            "write_timeout (the client does not read), evicted (the longest waiting one, for a new one), refused "
+            "(--max-connections), no_descriptor.",
             "reason",
+        )
+        self.websockets = self._gauge("num_websockets", "Open WebSockets.")
+        self.websockets_closed = self._counter(
+            "websockets_closed",
+            "WebSockets that have ended, by close code (RFC 6455 §7.4): 1000 in order, 1005 without a code, 1006 the "
+            "connection broke off, 1008 a limit, 1011 a bug or no pong, 1012 the server stops; `other`.",
+            "code",
         )
         self._limits: dict[str, Callable[[], tuple[int, int]]] = {}
         self._limit_used = self._gauge(
@@ -350,16 +362,19 @@ class RequestTimer:
         self._metrics = metrics
         self._start = time.monotonic()
         self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
-        self._last_token: float | None = None
+        self._last_token: dict[int, float] = {}  # by answer
 
     @asynccontextmanager
-    async def measure(self, events: AsyncIterator[Event]) -> AsyncIterator[AsyncIterator[Event]]:
-        """Record metrics of `events`; on exit close the service's iterator, which cancels the request."""
+    async def measure(self, events: AsyncIterator[_Each]) -> AsyncIterator[AsyncIterator[_Each]]:
+        """Record metrics of events, each with or without the number of its answer.
 
-        async def watched() -> AsyncIterator[Event]:
-            async for event in events:
-                self._see(event)
-                yield event
+        On exit close the service's iterator, which cancels the request.
+        """
+
+        async def watched() -> AsyncIterator[_Each]:
+            async for each in events:
+                self._see(*(each if isinstance(each, tuple) else (0, each)))
+                yield each
 
         try:
             yield watched()
@@ -368,14 +383,14 @@ class RequestTimer:
             if close is not None:
                 await close()
 
-    def _see(self, event: Event) -> None:
+    def _see(self, answer: int, event: Event) -> None:
         now = time.monotonic()
         if (histogram := self._first.pop(type(event), None)) is not None:
             histogram.observe(now - self._start)
         if isinstance(event, TextDelta):
-            if self._last_token is not None:
-                self._metrics.between_tokens.observe(now - self._last_token)
-            self._last_token = now
+            if answer in self._last_token:
+                self._metrics.between_tokens.observe(now - self._last_token[answer])
+            self._last_token[answer] = now
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)
@@ -385,6 +400,6 @@ def route_of(scope: Scope) -> str:
     """Find the path pattern of the route that matches a request."""
     app: Starlette = scope["app"]
     for route in app.routes:
-        if isinstance(route, Route) and route.path_regex.match(scope["path"]):
+        if isinstance(route, Route | WebSocketRoute) and route.path_regex.match(scope["path"]):
             return route.path
     return "unmatched"

@@ -121,6 +121,10 @@ class ServeOptions:
         60.0, "--write-timeout", unit=SECONDS, above=0, most=MOST_SECONDS, group=_TIMES,
         help="Time in which nothing of a response can be delivered to its client, before the connection is closed.",
     )  # fmt: skip
+    max_session_s: float = option(
+        3600.0, "--max-session-seconds", unit=SECONDS, above=0, most=MOST_SECONDS, group=_TIMES,
+        help="Time that a WebSocket may stay open.",
+    )  # fmt: skip
     allow_media_hosts: tuple[str, ...] = option(
         (), "--allow-media-host", repeats=True, metavar="HOST[:PORT]", group=_MEDIA,
         help="Fetch http(s) media from this host, without PORT from the default port of the scheme only; may be given "

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mingc.errors import CapacityError
 from mingc.runtime.request import Service
+from mingc.server.body_budget import BodyBudget
 from mingc.server.key_limits import KeyLimits
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
@@ -28,12 +29,14 @@ class ServerState:
     options: ServeOptions
     metrics: Metrics = field(default_factory=Metrics)
     key_limits: KeyLimits = field(init=False)
+    bodies: BodyBudget = field(init=False)
     num_running: int = field(default=0, init=False)
     is_draining: bool = field(default=False, init=False)
     is_stopping: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.key_limits = KeyLimits(self.options)
+        self.bodies = BodyBudget(self.options.max_total_body_bytes, self.metrics)
         self.metrics.set_build(self.service.info)
         self.metrics.add_limit("requests", lambda: (self.num_running, self.options.max_concurrent_requests))
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from mingc.text.natural.segments import NaturalSegmenter
 from mingc.text.reference.live import LiveSegment, LiveSegmenter
 from mingc.text.reference.segment import iter_speech_segments
-from mingc.text.stream_filters import ThoughtFilter
+from mingc.text.stream_filters import ThoughtSplitter
 
 SpeechText = Literal["natural", "reference"]
 SPEECH_TEXTS: tuple[SpeechText, ...] = get_args(SpeechText)
@@ -38,32 +38,36 @@ class SpokenText:
 
     Args:
         max_length: length of the longest piece, in words and ideographs.
+        starts_early: False: the first piece ends with a sentence, too. By the natural rules the pieces are then those
+            of `spoken_pieces`.
     """
 
-    def __init__(self, max_length: int, rules: SpeechText) -> None:
-        self._thoughts = ThoughtFilter()
-        self._segmenter = (
-            NaturalSegmenter(min(max_length, _MAX_UNITS))
-            if rules == "natural"
-            else _ReferenceSegmenter(max_length)
-        )
+    def __init__(self, max_length: int, rules: SpeechText, *, starts_early: bool = True) -> None:
+        self._thoughts = ThoughtSplitter()
+        self._segmenter: NaturalSegmenter | _ReferenceSegmenter
+        if rules == "reference":
+            self._segmenter = _ReferenceSegmenter(max_length, starts_early=starts_early)
+        elif starts_early:
+            self._segmenter = NaturalSegmenter(min(max_length, _MAX_UNITS))
+        else:
+            self._segmenter = NaturalSegmenter(min(max_length, _MAX_UNITS), first_min_units=None)
 
     def push(self, delta: str) -> Iterator[str]:
         """The pieces that `delta` completes."""
-        return self._segmenter.push(self._thoughts.push(delta))
+        return self._segmenter.push(self._thoughts.push(delta)[1])
 
     def finish(self) -> Iterator[str]:
-        """The remaining pieces, at the end of the answer."""
-        yield from self._segmenter.push(self._thoughts.flush())
+        """The remaining pieces, at the end of the answer or where something else than text stands."""
+        yield from self._segmenter.push(self._thoughts.flush()[1])
         yield from self._segmenter.flush()
 
 
 class _ReferenceSegmenter:
     """The live segmenter with the official cut behind it."""
 
-    def __init__(self, max_length: int) -> None:
+    def __init__(self, max_length: int, *, starts_early: bool) -> None:
         self._max_length = max_length
-        self._segmenter = LiveSegmenter()
+        self._segmenter = LiveSegmenter() if starts_early else LiveSegmenter(first_min_units=8)
 
     def push(self, delta: str) -> Iterator[str]:
         return self._pieces(self._segmenter.push(delta))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -78,7 +79,8 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     with serving(eager_artifact, "--speech-lead", 0, "--voices-dir", tmp_path / "voices") as running:
 
         def run(*words: str) -> str:
-            command = [word.replace("http://127.0.0.1:8000", running.url) for word in words]
+            address = running.url.removeprefix("http://")
+            command = [word.replace("127.0.0.1:8000", address) for word in words]
             done = subprocess.run(
                 command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
             )
@@ -91,7 +93,9 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
         )
         printed = "".join(run("bash", "-e", "-o", "pipefail", "-c", text) for text in rest)
         run(sys.executable, "-c", "\n".join(text for kind, text in blocks if kind == "python"))
-    voices = json.loads(printed)["voices"]
+    completion, tokens, listed = objects(printed)
+    assert completion["object"] == "text_completion" and tokens["count"] == len(tokens["tokens"])
+    voices = listed["voices"]
     assert set(voices) == set(re.search(r"for voice in (.*);", section)[1].split())  # type: ignore[index]
     assert (tmp_path / "meeting.srt").read_text().count(" --> ") == 3
     played = [*tmp_path.glob("ffplay.*")]
@@ -101,8 +105,18 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
         *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", "ann", "bob", "once", *voices)),
     ):
         checks.check_wav(path.read_bytes())
-    for path in (tmp_path / "answer.pcm", *tmp_path.glob("aplay.*")):
+    for path in (tmp_path / "answer.pcm", tmp_path / "spoken.pcm", *tmp_path.glob("aplay.*")):
         assert path.stat().st_size > 0 and path.stat().st_size % 7680 == 0  # 0.16 s each, at 24 kHz
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects that are printed after each other."""
+    found = []
+    while text.strip():
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+        found.append(value)
+        text = text.lstrip()[end:]
+    return found
 
 
 def shape(value: object) -> object:

@@ -10,12 +10,19 @@ import wave
 from collections.abc import Callable
 from dataclasses import dataclass
 
+ANSWER = "It is 18 °C at noon."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, base64."""
+    """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, base64.
+
+    `tools_url`: the same of a model that answers a conversation with tools by the text `One moment.` and two calls,
+    `get_weather` with a city and `get_time` with a zone, and one that ends with results by `ANSWER`.
+    """
 
     url: str
+    tools_url: str
     key: str
     model: str
     voice: str

@@ -1,11 +1,12 @@
-"""LiteLLM: three turns with a picture, a clip and spoken answers, whole and streamed."""
+"""LiteLLM: three turns with a picture, a clip and spoken answers, whole and streamed; a completion; tools."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import litellm
-from client_inputs import Inputs, run
+from client_inputs import ANSWER, Inputs, run
 
 
 def main(given: Inputs) -> None:
@@ -47,6 +48,39 @@ def main(given: Inputs) -> None:
     assert rebuilt is not None and rebuilt.choices[0].finish_reason in ("length", "stop")
     messages += [rebuilt.choices[0].message.model_dump(), {"role": "user", "content": "And again."}]
     assert litellm.completion(messages=messages, **common).usage.completion_tokens > 0
+    answers = litellm.completion(messages=messages, n=2, logprobs=True, top_logprobs=2, **common).choices
+    assert [each.index for each in answers] == [0, 1]
+    assert all(len(each.logprobs.content[0].top_logprobs) == 2 for each in answers)
+    continued = {**common, "model": f"text-completion-openai/{given.model}", "prompt": "Once upon a time"}
+    whole = litellm.text_completion(**continued, logprobs=1)
+    assert whole.choices[0].logprobs.tokens and whole.usage.completion_tokens > 0
+    chunks = list(litellm.text_completion(**continued, stream=True))
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == whole.choices[0].text
+    for is_streamed in (False, True):
+        call_tools(given, is_streamed=is_streamed)
+
+
+def call_tools(given: Inputs, *, is_streamed: bool) -> None:
+    results = {"get_weather": lambda city: f"18 °C in {city}", "get_time": lambda zone: f"noon in {zone}"}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in results
+    ]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Zürich, and what time is it?"}]
+    for finish in ("tool_calls", "stop"):
+        answer = litellm.completion(
+            model="openai/fake", api_base=given.tools_url, api_key="none", messages=messages, tools=tools,
+            stream=is_streamed,
+        )  # fmt: skip
+        if is_streamed:
+            answer = litellm.stream_chunk_builder([*answer], messages=messages)
+        choice = answer.choices[0]
+        assert choice.finish_reason == finish, choice
+        messages.append(choice.message)
+        for call in choice.message.tool_calls or ():
+            result = results[call.function.name](**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert [message["content"] for message in messages[2:4]] == ["18 °C in Zürich", "noon in 欧洲/Zürich"]
+    assert messages[-1].content == ANSWER
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Runs real clients against a server with the tiny artifact, each in an environment of its own: `make test-clients`.
 
+A second server has a scripted model, which calls tools.
+
 Environments are made under `build/clients` by pip and npm. `browser` needs Chromium (`CHROMIUM`: its program). Each
 script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
 exit code.
@@ -22,6 +24,8 @@ import soundfile
 from eager_export import export_eager
 from mingc_command import REPOSITORY, serving
 from PIL import Image
+from scripted_model import scripted_service
+from server_thread import run_server
 
 HERE = Path(__file__).resolve().parent
 
@@ -58,10 +62,14 @@ def main() -> None:
         page_port = chosen.getsockname()[1]
     options = ("--api-key-file", keys, "--cors-origin", f"http://127.0.0.1:{page_port}")
     failed = []
-    with serving(given.artifact or export_eager(), *options) as server:
+    with (
+        serving(given.artifact or export_eager(), *options) as server,
+        run_server(lambda: scripted_service()[0]) as tools_url,
+    ):
         inputs = json.dumps(
             {
                 "url": f"{server.url}/v1",
+                "tools_url": f"{tools_url}/v1",
                 "key": _KEY,
                 "model": "ming-omni",
                 "voice": "DB30",

@@ -21,24 +21,28 @@ def body(data: bytes, *, more: bool) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def respond(*messages: Message, fails: bool = False) -> list[Message]:
+def respond(
+    *messages: Message, fails: bool = False, kind: str = "http", leaves: bool = False
+) -> list[Message]:
     """What a client gets when the proxy sends `messages`, and then ends or raises."""
     sent: list[Message] = []
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         for message in messages:
             await send(message)
+        if leaves:
+            await receive()
         if fails:
             raise ConnectionError
 
     async def receive() -> Message:
-        return {"type": "http.disconnect"}
+        return {"type": f"{kind}.disconnect"}
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def run() -> None:
-        await LostReplica(proxy)({"type": "http"}, receive, send)
+        await LostReplica(proxy)({"type": kind}, receive, send)
 
     if fails:
         with pytest.raises(ConnectionError):
@@ -122,7 +126,40 @@ def test_a_stream_whose_headers_only_arrived_ends_with_an_error_event() -> None:
     assert error["body"].endswith(b"\n\n")
 
 
-@pytest.mark.parametrize("kind", ["websocket", "lifespan"])
+ACCEPT: Message = {"type": "websocket.accept"}
+SENT: Message = {"type": "websocket.send", "text": "{}"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_websocket_whose_replica_is_lost_is_closed(fails: bool) -> None:
+    *sent, last = respond(ACCEPT, SENT, kind="websocket", fails=fails)
+    assert sent == [ACCEPT, SENT]
+    assert (last["type"], last["code"]) == ("websocket.close", 1011)
+
+
+@pytest.mark.parametrize("end", ["closed", "left", "refused"])
+def test_a_websocket_that_has_ended_is_left_alone(end: str) -> None:
+    messages: list[Message] = [ACCEPT, SENT]
+    if end == "closed":
+        messages.append({"type": "websocket.close", "code": 1000})
+    elif end == "refused":
+        whole = start(401, [(b"content-type", b"application/json")]), body(b"{}", more=False)
+        messages = [{**each, "type": f"websocket.{each['type']}"} for each in whole]
+    assert respond(*messages, kind="websocket", fails=end == "left", leaves=end == "left") == messages
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [start(503, [(b"content-type", b"text/plain")]), body(b"no", more=False)]]
+)
+def test_an_offer_of_a_websocket_that_no_replica_takes_is_refused_in_json(messages: list[Message]) -> None:
+    head, error = respond(*messages, kind="websocket")
+    assert (head["type"], head["status"]) == ("websocket.http.response.start", 503)
+    assert error["type"] == "websocket.http.response.body"
+    code = "overloaded" if messages else "replica_lost"
+    assert json.loads(error["body"])["error"]["code"] == code
+
+
+@pytest.mark.parametrize("kind", ["lifespan"])
 def test_what_is_no_request_passes(kind: str) -> None:
     seen: list[tuple[Scope, Receive, Send]] = []
 

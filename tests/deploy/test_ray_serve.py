@@ -32,6 +32,9 @@ from mixed_requests import MIXED
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from ray_cluster import deploy
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection
+from websockets.sync.client import connect as websocket
 
 from mingc.deploy.ray import app
 from mingc.deploy.replica import ReplicaState
@@ -217,6 +220,33 @@ def test_a_killed_replica_fails_its_requests_only(application: Application) -> N
 
 
 @pytest.mark.exhaustive
+def test_text_is_streamed_into_speech_by_one_replica(application: Application) -> None:
+    """A WebSocket stays with its replica, and is closed with a code when that is killed."""
+    config = {"voice": "DB30", "seed": 5, "max_steps": 2, "response_format": "pcm"}
+    words = "All eight of these words are one sentence."
+    url = f"{application.url}/v1/audio/speech"
+    whole = httpx.post(url, json={"input": words, **config}, timeout=_WAIT_S, trust_env=False).content
+
+    def utterance(connection: ClientConnection) -> bytes:
+        for word in words.split():
+            connection.send(json.dumps({"type": "input.text", "text": f"{word} "}))
+        connection.send(json.dumps({"type": "input.done"}))
+        audio = b""
+        while isinstance(message := connection.recv(_WAIT_S), bytes) or "session.done" not in message:
+            audio += message if isinstance(message, bytes) else b""
+        return audio
+
+    with websocket(f"{url}/stream".replace("http", "ws", 1), proxy=None) as connection:
+        connection.send(json.dumps({"type": "session.config", **config}))
+        assert [utterance(connection) for _ in range(3)] == [whole] * 3
+        for pid in application.states(2):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv(_WAIT_S)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+    application.states(2)  # new ones
+
+
 def test_an_update_to_another_artifact_fails_no_request(
     application: Application, eager_artifact: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

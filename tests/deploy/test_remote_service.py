@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_service import INFO, TEXT_ONLY
+from fake_service import INFO, TEXT_ONLY, FakeService
 
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
+    CompletionRequest,
     Done,
     Event,
     SamplingParams,
@@ -25,6 +27,9 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallFailed,
     Usage,
 )
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
@@ -39,10 +44,11 @@ END = Done(finish_reason="length", usage=USAGE, timings_ms={"first_token": 1.0})
 
 @dataclass
 class TextService:
-    """Answers every chat with `texts`; waits at an event among them until it is set."""
+    """Answers every chat with `texts` and events; waits at an `asyncio.Event` among them until it is set."""
 
-    texts: list[str | asyncio.Event | Exception]
+    texts: list[str | asyncio.Event | Exception | Event]
     info: ServiceInfo = TEXT_ONLY
+    end: Done = END
     is_ready: bool = True
     load: ServiceLoad = field(default_factory=lambda: ServiceLoad(kv_pages_used=7, kv_pages_total=9))
     requests: list[ChatRequest] = field(default_factory=list)
@@ -68,9 +74,9 @@ class TextService:
                 elif isinstance(text, Exception):
                     raise text
                 else:
-                    yield TextDelta(text=text)
-            yield TextDone(finish_reason="length")
-            yield END
+                    yield TextDelta(text=text) if isinstance(text, str) else text
+            yield TextDone(finish_reason=self.end.finish_reason)
+            yield self.end
         finally:
             self.num_closed += 1
 
@@ -169,6 +175,27 @@ def test_the_info_is_that_of_the_text_with_the_speech_of_the_other() -> None:
     assert info.has_image != SPOKEN.has_image, "the abilities of the two differ here"
 
 
+def test_answers_and_tokens_are_those_of_the_text_service_and_one_is_spoken() -> None:
+    text = FakeService(TEXT_ONLY)
+    info = SpeechInfo(service=SPOKEN, max_segment_length=40, speech_text="natural")
+
+    async def use() -> None:
+        speech = FakeSpeech()
+        remote = RemoteSpeechService(text, info, speak=speech.speak, speech=speech.speech, voices=speech)
+        three = [each async for each in remote.answers(replace(chat(speech=None), num_answers=3))]
+        assert {answer for answer, _ in three} == {0, 1, 2} and not speech.calls
+        sampling = SamplingParams(max_tokens=2)
+        prompt = CompletionRequest(request_id="2", prompt="One", sampling=sampling)
+        assert [type(event) for _, event in [each async for each in remote.answers(prompt)]][-1] is Done
+        spoken = [each async for each in remote.answers(chat())]
+        assert {answer for answer, _ in spoken} == {0} and speech.calls
+        assert any(isinstance(event, AudioDelta) for _, event in spoken)
+        assert await remote.tokenize("One") == text.tokenizer.encode_plain("One")
+        assert remote.tokenizer is text.tokenizer
+
+    asyncio.run(asyncio.wait_for(use(), 20))
+
+
 def test_everything_else_is_that_of_the_text_service() -> None:
     text = TextService([])
     remote = service(text, FakeSpeech())
@@ -251,6 +278,41 @@ def test_thoughts_are_written_and_not_spoken() -> None:
     assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(texts)
     spoken = " ".join(call.text for call in speech_side.calls)
     assert "four" in spoken and "user" not in spoken and "think" not in spoken
+
+
+CALLED: list[Event] = [
+    TextDelta(text="The user wants two numbers.", kind="thought"),
+    TextDelta(text="", token=5, kind="call"),
+    ToolCallDelta(index=0, name="look_up"),
+    ToolCallDelta(index=0, arguments='{"word": "nine"}'),
+    ToolCallDone(index=0, name="look_up", arguments='{"word": "nine"}'),
+    ToolCallFailed(index=None, text="<tool_call>ten"),
+]
+
+
+@pytest.mark.parametrize("text", ["One moment, please.", ""])
+def test_calls_and_told_thoughts_pass_and_are_not_spoken(text: str) -> None:
+    called = replace(END, finish_reason="tool_calls")
+    speech_side = FakeSpeech()
+    events = answer(TextService([text, *CALLED], end=called), speech_side, chat(SpeechParams(seed=1)))
+    assert [event for event in events if event in CALLED] == CALLED
+    assert [call.text.strip(" .") for call in speech_side.calls] == [text.strip(" .")] * bool(text)
+    assert isinstance(events[-1], Done) and not events[-1].has_nothing_to_speak
+    assert pickle.loads(pickle.dumps(CALLED)) == CALLED, "Ray passes events on like this"
+
+
+def test_what_is_said_before_a_call_is_spoken_while_the_call_is_written() -> None:
+    async def run() -> None:
+        goes_on, speech_side = asyncio.Event(), FakeSpeech()
+        text = TextService(["One moment", TextDelta(text="", token=5, kind="call"), goes_on])
+        events = service(text, speech_side).chat(chat(SpeechParams(seed=1)))
+        found = [await anext(events), await anext(events), await anext(events)]
+        assert isinstance(found[-1], AudioDelta) and speech_side.calls[0].text.startswith("One moment")
+        goes_on.set()
+        async for _ in events:
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_long_segment_is_spoken_in_pieces_that_the_deployment_can_speak() -> None:

@@ -122,6 +122,47 @@ def test_a_spoken_chat_equals_that_of_one_service(services: Services) -> None:
     assert (apart[2].finish_reason, apart[2].usage) == (joint[2].finish_reason, joint[2].usage)
 
 
+@pytest.mark.parametrize("starts_early", [True, False])
+def test_speech_of_a_text_that_is_written_equals_that_of_one_service(
+    services: Services, starts_early: bool
+) -> None:
+    request = SpeechRequest(request_id="1", text="", speech=SpeechParams(voice="DB30", seed=4, max_steps=2))
+
+    async def deltas() -> AsyncGenerator[str]:
+        text = "These are words enough, and they are a sentence. This is another of eight words, no more."
+        for start in range(0, len(text), 3):
+            yield text[start : start + 3]
+
+    def stream(service: OmniService | RemoteSpeechService) -> list[Event]:
+        return asyncio.run(collect(service.stream_speech(request, deltas(), starts_early=starts_early)))
+
+    joint, apart = parts(stream(services.joint)), parts(stream(services.remote()))
+    assert [call.index for call in services.calls] == list(range(len(services.calls)))
+    assert len(services.calls) == 2 and services.calls[0].text.endswith(",") is starts_early
+    for got, expected in zip(apart[1], joint[1], strict=True):
+        np.testing.assert_allclose(got.samples, expected.samples, atol=2e-4)
+    assert (apart[2].finish_reason, apart[2].usage) == (joint[2].finish_reason, joint[2].usage)
+
+
+def test_the_remote_speech_of_no_words_and_of_a_text_that_breaks_off(services: Services) -> None:
+    request = SpeechRequest(request_id="1", text="", speech=SpeechParams(voice="DB30", max_steps=2))
+
+    async def deltas(text: str, error: Exception | None) -> AsyncGenerator[str]:
+        yield text
+        if error is not None:
+            raise error
+
+    for text, error, code in (
+        ("... ", None, "nothing_to_speak"),
+        ("Well now, so", RequestError("x", code="y"), "y"),
+    ):
+        for service in (services.joint, services.remote()):
+            with pytest.raises(RequestError) as raised:
+                asyncio.run(collect(service.stream_speech(request, deltas(text, error))))
+            assert raised.value.code == code
+    assert services.num_open == 0
+
+
 def test_the_text_service_has_no_speech_of_its_own(services: Services) -> None:
     assert not services.text.info.has_speech and services.text.info.voices == ()
     info = services.remote().info

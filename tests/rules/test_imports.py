@@ -246,6 +246,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.engines",
         "mingc.runtime.thinker",
     ),
+    "mingc.runtime.grammar": ("mingc.errors", "mingc.prompts", "mingc.runtime"),
     "mingc.runtime.talker": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -267,6 +268,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
+        "mingc.runtime.grammar",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
         "mingc.runtime.thinker.ranks",
@@ -282,7 +284,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
     ),
-    "mingc.server.app": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.websocket": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.app": (
+        "mingc.errors",
+        "mingc.runtime",
+        "mingc.server",
+        "mingc.server.http",
+        "mingc.server.websocket",
+    ),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",

@@ -26,6 +26,7 @@ from uvicorn.server import ServerState as UvicornState
 
 from mingc.errors import CapacityError, ConfigError
 from mingc.runtime.request import ServiceLoad
+from mingc.server.body_budget import FREE_BYTES, BodyBudget
 from mingc.server.connections import (
     PROBE_CONNECTIONS,
     Acceptor,
@@ -33,7 +34,6 @@ from mingc.server.connections import (
     HttpConnection,
     connection_limit,
 )
-from mingc.server.http.body import FREE_BYTES, BodyBudget
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 

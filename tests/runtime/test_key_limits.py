@@ -17,7 +17,7 @@ from mingc.server.app import create_app
 from mingc.server.key_limits import KeyLimits
 from mingc.server.options import ServeOptions
 
-CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
+CHAT, COMPLETION, SPEECH = "/v1/chat/completions", "/v1/completions", "/v1/audio/speech"
 
 
 def chat(text: str, **fields: Any) -> dict[str, Any]:
@@ -51,6 +51,22 @@ CASES = {
         chat("endless", max_tokens=60),
         chat("Hello, hello, hello, hello, hello, hello", max_tokens=30),
         chat("Hello, hello, hello, hello, hello, hello", max_tokens=29),
+    ),
+    "several answers": (
+        {"key_max_tokens": 100},
+        "--key-max-tokens",
+        CHAT,
+        chat("endless", max_tokens=20, n=3),
+        chat("Hello, hello, hello, hello, hello, hello", max_tokens=10, n=3),
+        chat("Hello, hello, hello, hello, hello, hello", max_tokens=29, n=1),
+    ),
+    "completions": (
+        {"key_max_tokens": 100},
+        "--key-max-tokens",
+        COMPLETION,
+        {"prompt": "endless", "max_tokens": 60, "stream": True},
+        {"prompt": [70] * 20, "max_tokens": 10, "n": 2},
+        {"prompt": [70] * 19, "max_tokens": 10, "n": 2},
     ),
     "speech": (
         {"key_max_audio_seconds": 9},
@@ -112,6 +128,14 @@ def test_tool_calls_of_a_history_count(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "look_up", "arguments": "x" * 400}}
     body = chat("Hello", max_tokens=1)
     body["messages"] += [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    with server(tmp_path, key_max_tokens=100) as http:
+        answer = http.post(CHAT, json=body, headers=bearer("first"))
+        assert answer.json()["error"]["code"] == "key_limit_exceeded"
+
+
+def test_tools_count(tmp_path: Path) -> None:
+    function = {"name": "look_up", "description": "x" * 400}
+    body = chat("Hello", max_tokens=1) | {"tools": [{"type": "function", "function": function}]}
     with server(tmp_path, key_max_tokens=100) as http:
         answer = http.post(CHAT, json=body, headers=bearer("first"))
         assert answer.json()["error"]["code"] == "key_limit_exceeded"

@@ -223,7 +223,7 @@ def test_a_data_url_is_decoded_whatever_its_type_says(url: str, size: int) -> No
     data = (bytes(range(256)) * 400)[:size]
     source = url.format(base64.b64encode(data).decode())
     body = json.dumps({"messages": [{"role": "user", "content": ""}], "videos": [source]})
-    (message,) = parse_chat(body.encode(), INFO, ServeOptions()).messages
+    (message,) = parse_chat(body.encode(), INFO, ServeOptions()).request.messages
     (loaded,) = asyncio.run(MediaLoader(ServeOptions()).load([message]))
     assert [part.data for part in loaded.parts if isinstance(part, MediaPart)] == [data]
 
@@ -246,7 +246,7 @@ def test_base64_is_decoded_as_clients_write_it(write: Callable[[str], str], size
     data = (bytes(range(256)) * 400)[-size:]
     source = "data:image/png;base64," + write(base64.b64encode(data).decode())
     body = json.dumps({"messages": [{"role": "user", "content": ""}], "videos": [source]})
-    (message,) = parse_chat(body.encode(), INFO, ServeOptions()).messages
+    (message,) = parse_chat(body.encode(), INFO, ServeOptions()).request.messages
     (loaded,) = asyncio.run(MediaLoader(ServeOptions()).load([message]))
     assert [part.data for part in loaded.parts if isinstance(part, MediaPart)] == [data]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fake_omni import chat, collect, make_service, run, slow_down, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE
-from fake_thinker import PAGE, make_prompt
+from fake_thinker import PAGE, VOCAB, make_prompt, make_thinker_loop, thinker_parameters
 from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
@@ -35,9 +35,11 @@ from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
+    CompletionRequest,
     Done,
     Event,
     MemoryUse,
+    SamplingParams,
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
@@ -782,3 +784,113 @@ def test_a_text_of_marks_alone_is_the_fault_of_the_input() -> None:
     with pytest.raises(RequestError, match="nothing to speak") as caught:
         run(service, collect(service.speech(speech_request("...!"))))
     assert (caught.value.param, caught.value.status) == ("input", 400)
+
+
+def several(service: OmniService, request: ChatRequest | CompletionRequest) -> list[list[Event]]:
+    """The events of each answer."""
+    found: list[list[Event]] = [[] for _ in range(request.num_answers)]
+
+    async def collect_answers() -> None:
+        async for answer, event in service.answers(request):
+            found[answer].append(event)
+
+    run(service, collect_answers())
+    return found
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_running": 1, "max_waiting": 1}])
+def test_several_answers_are_those_of_one_request_each_and_share_a_prefill(limits: dict[str, int]) -> None:
+    request = replace(chat("Hello there, how are you?", seed=5, temperature=1.0), num_answers=4)
+    alone = []
+    for seed in range(5, 9):
+        single = replace(request, sampling=replace(request.sampling, seed=seed), num_answers=1)
+        service = make_service()
+        alone.append(text_of(run(service, collect(service.chat(single)))))
+    assert len(set(alone)) == 4
+    service = make_service(loop=make_thinker_loop(prefix_salt=b"salt", **limits))
+    answers = several(service, request)
+    assert [text_of(events) for events in answers] == alone
+    usages = [done_of(events).usage for events in answers]
+    assert [usage.completion_tokens for usage in usages] == [12] * 4
+    num_prompt = usages[0].prompt_tokens
+    assert num_prompt > 4 * PAGE and [usage.prompt_tokens for usage in usages[1:]] == [0, 0, 0]
+    # a last page that is not full belongs to its own answer
+    assert service.load.prefilled_tokens <= num_prompt + 3 * PAGE
+
+
+def test_an_answer_that_ends_at_once_does_not_hold_the_others_back() -> None:
+    service = make_service()
+    answers = several(service, replace(chat("Hello", max_tokens=1), num_answers=3))
+    assert [done_of(events).usage.completion_tokens for events in answers] == [1, 1, 1]
+
+
+def test_leaving_cancels_all_answers() -> None:
+    service = make_service()
+
+    async def leave() -> None:
+        answers = service.answers(replace(chat("Hello", max_tokens=200), num_answers=5))
+        async with contextlib.aclosing(answers):
+            async for answer, _ in answers:
+                if answer == 4:
+                    break
+
+    run(service, leave())  # checks that nothing is held
+
+
+def test_a_text_is_continued_without_the_template() -> None:
+    service = make_service()
+    text = "Once <|role_end|> upon a tïme"
+    ids = tuple(service.tokenizer.encode_plain(text))
+    sampling = SamplingParams(max_tokens=5)
+    by_text, by_ids = (
+        several(make_service(), CompletionRequest(request_id="c", prompt=prompt, sampling=sampling))[0]
+        for prompt in (text, ids)
+    )
+    assert text_of(by_text) == text_of(by_ids)
+    assert done_of(by_text).usage.prompt_tokens == done_of(by_ids).usage.prompt_tokens == len(ids)
+    assert run(service, service.tokenize(text)) == list(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [("", "prompt"), ((), "prompt"), ((5, VOCAB), "prompt[1]"), ((-1,), "prompt[0]"), ("a " * 300, "prompt")],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(prompt: str | tuple[int, ...], param: str) -> None:
+    service = make_service()
+    with pytest.raises(RequestError) as caught:
+        several(service, CompletionRequest(request_id="c", prompt=prompt, sampling=SamplingParams()))
+    assert caught.value.param == param
+
+
+def test_tokens_that_stand_for_media_are_refused() -> None:
+    parameters = thinker_parameters(make_service().tokenizer.token_id)
+    for token in (parameters.image_patch_token, parameters.frame_patch_token, parameters.audio_patch_token):
+        request = CompletionRequest(request_id="c", prompt=(5, token), sampling=SamplingParams())
+        with pytest.raises(RequestError, match="part of an image, video or clip") as caught:
+            several(make_service(), request)
+        assert caught.value.param == "prompt[1]"
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_speech_whose_closing_is_cancelled_holds_nothing(num_turns: int) -> None:
+    """A client may leave while the speech of its text is being closed."""
+    service = make_service(has_thinker=False)
+
+    async def deltas() -> AsyncIterator[str]:
+        yield "These are words enough, and "
+        await asyncio.sleep(60)
+
+    async def work() -> None:
+        before = service_resources(service, asyncio.get_running_loop())
+        events = service.stream_speech(speech_request(""), deltas())
+        await anext(events)
+        closing = asyncio.create_task(events.aclose())  # type: ignore[arg-type]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        if num_turns == 0:  # it had not begun
+            await events.aclose()
+        await wait_until_free(service, before)
+
+    run(service, work())

@@ -10,6 +10,9 @@ import httpx
 import msgspec
 import pytest
 from fake_service import SPEECH_ONLY, FakeService
+from openai.types import completion_create_params as completion_params
+from openai.types.audio import speech_create_params
+from openai.types.chat import completion_create_params as chat_params
 from openapi_fuzz import fuzz
 from server_thread import run_server
 
@@ -17,7 +20,13 @@ from mingc.server.app import create_app
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http import response_schemas
 from mingc.server.http.openapi import openapi_document
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
+from mingc.server.http.request_schemas import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    SPEECH_BODY,
+    TOKENIZE_BODY,
+)
 from mingc.server.http.transcriptions import Transcription, TranscriptionBody
 from mingc.server.options import ServeOptions
 
@@ -38,6 +47,7 @@ def test_every_route_is_in_the_document() -> None:
     served = {
         (route.path.replace(":path", ""), method.lower())  # type: ignore[attr-defined]
         for route in app.routes
+        if getattr(route, "include_in_schema", False)  # a WebSocket is none of OpenAPI's
         for method in route.methods  # type: ignore[attr-defined]
         if method != "HEAD"
     }
@@ -56,6 +66,15 @@ def test_operations_of_the_document() -> None:
     both = ("200", "503")
     expected = {
         CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
+        "/v1/completions": (
+            "CompletionBody",
+            True,
+            {"application/json": "TextCompletion", "text/event-stream": None},
+            errors,
+        ),
+        "/tokenize": ("TokenizeBody", True, {"application/json": "TokenList"}, errors),
+        "/detokenize": ("DetokenizeBody", True, {"application/json": "Detokenized"}, errors),
+        "/version": (None, True, {"application/json": "Version"}, lists),
         "/v1/audio/speech": ("SpeechBody", True, audio, errors),
         "/v1/audio/transcriptions": (
             "TranscriptionBody",
@@ -122,7 +141,7 @@ def test_operations_of_the_document() -> None:
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
     assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
-    for body in (CHAT_BODY, SPEECH_BODY, TranscriptionBody):
+    for body in (CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody):
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -131,12 +150,68 @@ def test_every_field_is_in_the_document() -> None:
     }  # fmt: skip
 
 
+# Fields of requests, from the sources of the servers (vLLM 0.2x `entrypoints/openai/*/protocol.py`, SGLang
+# `srt/entrypoints/openai/protocol.py`, both of late 2026).
+_OF_BOTH = """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options
+    temperature top_p user top_k min_p min_tokens repetition_penalty stop_token_ids ignore_eos skip_special_tokens
+    session_id response_format cache_salt priority"""
+_OF_VLLM = """use_beam_search watermarking length_penalty include_stop_str_in_output spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs logprob_token_ids bad_words
+    add_special_tokens structured_outputs request_id return_tokens_as_token_ids return_token_ids
+    routed_experts_prompt_start return_token_offsets return_mm_kwargs kv_transfer_params ec_transfer_params vllm_xargs
+    repetition_detection thinking_token_budget stream_interval"""
+_OF_SGLANG = """return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
+    return_token_ids ebnf regex stop_regex no_stop_trim lora_path session_params custom_params custom_logit_processor
+    images_config bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank
+    rid extra_key ngram_corpus_id"""
+_CHATS = "messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort parallel_tool_calls"
+OTHER_APIS = {
+    "vLLM": {
+        CHAT: f"""{_OF_BOTH} {_OF_VLLM} {_CHATS} include_reasoning echo add_generation_prompt continue_final_message
+            documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text""",
+        "/v1/completions": f"{_OF_BOTH} {_OF_VLLM} prompt echo suffix prompt_embeds",
+        "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt
+            continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
+        "/detokenize": "model tokens",
+    },
+    "SGLang": {
+        CHAT: f"""{_OF_BOTH} {_OF_SGLANG} {_CHATS} return_prompt_token_ids return_meta_info task
+            continue_final_message separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch
+            min_dynamic_patch use_audio_in_video input_ids""",
+        "/v1/completions": f"{_OF_BOTH} {_OF_SGLANG} prompt best_of echo suffix json_schema custom_labels",
+    },
+    "OpenAI": {
+        CHAT: " ".join(chat_params.CompletionCreateParamsBase.__annotations__),
+        "/v1/completions": " ".join(completion_params.CompletionCreateParamsBase.__annotations__),
+        "/v1/audio/speech": " ".join(speech_create_params.SpeechCreateParams.__annotations__),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "path"), [(api, path) for api, paths in OTHER_APIS.items() for path in paths]
+)
+def test_every_field_of_another_api_is_accepted_refused_by_name_or_ignored(api: str, path: str) -> None:
+    document = msgspec.json.decode(openapi_document())
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
+    assert set(OTHER_APIS[api][path].split()) <= set(fields)
+
+
 def test_responses_are_those_of_the_document(url: str) -> None:
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
         body = {"messages": [{"role": "user", "content": "hi"}]}
         spoken = {**body, "modalities": ["text", "audio"]}
+        probable: dict[str, Any] = {**body, "logprobs": True, "top_logprobs": 2, "n": 2}
+        continued = {"prompt": "a", "logprobs": 2, "n": 2}
         for response, type_ in (
             (http.post(CHAT, json=body), response_schemas.ChatCompletion),
+            (http.post(CHAT, json=probable), response_schemas.ChatCompletion),
+            (http.post("/v1/completions", json=continued), response_schemas.TextCompletion),
+            (http.post("/tokenize", json={**body, "return_token_strs": True}), response_schemas.TokenList),
+            (http.post("/detokenize", json={"tokens": [70]}), response_schemas.Detokenized),
+            (http.post("/detokenize", json={"tokens": [70, 5000]}), ErrorResponse),
+            (http.get("/version"), response_schemas.Version),
             (http.post(CHAT, json=spoken), response_schemas.ChatCompletion),
             (http.post(CHAT, json={}), ErrorResponse),
             (http.post("/v1/audio/transcriptions", files={"file": CLIP.read_bytes()}), Transcription),
@@ -163,4 +238,4 @@ def test_generated_requests_get_no_server_error(url: str) -> None:
     """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
     report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
     assert not report.faults, report.faults[0]
-    assert report.requests >= 20 and len(report.statuses) == 12  # `/openapi.json` itself is skipped
+    assert report.requests >= 20 and len(report.statuses) == 16  # `/openapi.json` itself is skipped

@@ -36,6 +36,7 @@ from mingc.server.options import ServeOptions
 
 TRANSCRIPTS = "/v1/audio/transcriptions"
 CHAT = "/v1/chat/completions"
+TEXT_ROUTES = [CHAT, "/v1/completions"]
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -148,14 +149,14 @@ def test_sigint_does_not_drain_and_a_second_signal_ends_a_drain() -> None:
 @pytest.mark.parametrize(
     ("info", "inputs", "outputs", "routes"),
     [
-        (TEXT_ONLY, ["text"], ["text"], [CHAT]),
-        (replace(TEXT_ONLY, has_audio_input=True), ["text", "audio"], ["text"], [CHAT, TRANSCRIPTS]),
+        (TEXT_ONLY, ["text"], ["text"], TEXT_ROUTES),
+        (replace(TEXT_ONLY, has_audio_input=True), ["text", "audio"], ["text"], [*TEXT_ROUTES, TRANSCRIPTS]),
         (SPEECH_ONLY, ["text"], ["audio"], ["/v1/audio/speech"]),
         (
             INFO,
             ["text", "image", "audio", "video"],
             ["text", "audio"],
-            [CHAT, TRANSCRIPTS, "/v1/audio/speech"],
+            [*TEXT_ROUTES, TRANSCRIPTS, "/v1/audio/speech"],
         ),
     ],
 )

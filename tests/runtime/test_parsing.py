@@ -17,12 +17,27 @@ from openai.types.chat import chat_completion_content_part_image_param as image_
 from openai.types.chat import completion_create_params
 
 from mingc.errors import ConfigError, RequestError
-from mingc.prompts.conversation import MediaPart, Part, TextPart, ToolCall, VideoParams
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
+from mingc.prompts.conversation import MediaPart, Part, TextPart, ThoughtPart, ToolCall, VideoParams
+from mingc.runtime.request import (
+    ChatRequest,
+    CompletionRequest,
+    Constraint,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+)
 from mingc.server.audio_format import AudioSpec
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import MAX_COMMAS, MAX_MEDIA, LongString
-from mingc.server.http.parsing import ParsedChat, ParsedSpeech, parse_chat, parse_speech
+from mingc.server.http.parsing import (
+    ParsedSpeech,
+    ParsedText,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_speech,
+    parse_tokenize,
+)
 from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY
 from mingc.server.options import ServeOptions
 
@@ -37,8 +52,12 @@ def encode(body: object) -> bytes:
     return json.dumps(body).replace("Infinity", "1e400").encode()
 
 
-def chat(info: ServiceInfo = INFO, **body: Any) -> ParsedChat:
+def parsed_chat(info: ServiceInfo = INFO, **body: Any) -> ParsedText[ChatRequest]:
     return parse_chat(encode({"model": "ming-omni", "messages": HELLO, **body}), info, OPTIONS)
+
+
+def chat(info: ServiceInfo = INFO, **body: Any) -> ChatRequest:
+    return replace(parsed_chat(info, **body).request, request_id="")
 
 
 def speech(info: ServiceInfo = INFO, **body: Any) -> ParsedSpeech:
@@ -53,20 +72,22 @@ def test_defaults() -> None:
     call = chat()
     assert call.sampling == SamplingParams(max_tokens=2048, temperature=0.0, top_p=1.0, top_k=0)
     assert call.messages[0].parts == (TextPart(text="Hello"),)
-    assert (call.speech, call.stream, call.thinking, call.video) == (None, False, False, VideoParams())
+    assert (call.speech, call.thinking, call.video) == (None, False, VideoParams())
+    assert (parsed_chat().audio, parsed_chat().stream) == (None, False)
 
 
 def test_all_sampling_fields() -> None:
-    call = chat(
+    parsed = parsed_chat(
         max_completion_tokens=5, temperature=1, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
         stop="END", seed=-1, ignore_eos=True, stream=True, stream_options={"include_usage": True}, thinking=True,
         video_fps=1.5, video_max_frames=8, video_min_pixels=1, video_max_pixels=2, video_total_pixels=3,
     )  # fmt: skip
+    call = parsed.request
     assert call.sampling == SamplingParams(
         max_tokens=5, temperature=1.0, top_p=0.5, top_k=7, min_p=0.1, repetition_penalty=1.2,
         stop=("END",), ignore_eos=True, seed=(1 << 64) - 1,
     )  # fmt: skip
-    assert (call.stream, call.include_usage, call.thinking) == (True, True, True)
+    assert (parsed.stream, parsed.include_usage, call.thinking) == (True, True, True)
     assert call.video == VideoParams(fps=1.5, max_frames=8, min_pixels=1, max_pixels=2, total_pixels=3)
     for value, expected in (
         ({}, False),
@@ -76,12 +97,26 @@ def test_all_sampling_fields() -> None:
         assert chat(mm_processor_kwargs=value).video == VideoParams(use_audio=expected)
 
 
+def test_fields_of_log_probabilities_penalties_bias_and_answers() -> None:
+    call = chat(
+        logprobs=True, top_logprobs=20, presence_penalty=-2, frequency_penalty=1.5, n=3.0,
+        logit_bias={"5": -100, "007": 1, "9": 0},
+    )  # fmt: skip
+    assert call.sampling == SamplingParams(
+        presence_penalty=-2.0, frequency_penalty=1.5, logit_bias=((5, -100.0), (7, 1.0)), num_logprobs=20
+    )
+    assert call.num_answers == 3
+    assert chat(logprobs=True).sampling.num_logprobs == 0, "the sampled token's alone"
+    nothing = {"n": 1, "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0}
+    assert chat(**nothing, frequency_penalty=0) == chat() == chat(**dict.fromkeys(nothing))
+
+
 def test_an_answer_may_be_sent_back_as_it_was_received() -> None:
     answer = {"role": "assistant", "content": "a", "tool_calls": [], "function_call": None}
     chat(messages=[*HELLO, answer, *HELLO])
     assert chat(top_k=-1).sampling.top_k == 0, "off"
     for options in ({}, {"include_usage": False}, {"include_usage": None}, {"include_obfuscation": True}):
-        assert not chat(stream=True, stream_options=options).include_usage
+        assert not parsed_chat(stream=True, stream_options=options).include_usage
 
 
 TEXT = (TextPart(text="a"),)
@@ -90,7 +125,8 @@ HISTORIES: list[tuple[dict[str, Any], tuple[Part, ...]]] = [
     ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, TEXT),
     ({"role": "assistant", "content": "a", "reasoning": "b", "reasoning_details": [{"type": "x"}],
       "reasoning_content": "b", "thinking_blocks": [{}], "provider_specific_fields": {}, "annotations": [],
-      "refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": "Bot"}, TEXT),
+      "refusal": None, "tool_calls": None, "function_call": None, "audio": None, "name": "Bot"},
+     (ThoughtPart(text="b"), *TEXT)),
     ({"role": "assistant", "content": "a", "audio": {"id": "audio-1"}}, TEXT),
     ({"role": "assistant", "content": "a", "audio": {"id": "x", "data": "AA==", "expires_at": 9, "transcript": "b"}},
      TEXT),
@@ -142,7 +178,7 @@ def test_the_smallest_limit_of_an_image_counts(
 ) -> None:
     image = {"type": "image_url", "image_url": {"url": "a", **url}, "uuid": "b", **part}
     sent = {"messages": [{"role": "user", "content": [image, CLIP]}], "images": ["c"], **body}
-    parsed = parse_chat(encode(sent), INFO, ServeOptions(max_image_pixels=server))
+    parsed = parse_chat(encode(sent), INFO, ServeOptions(max_image_pixels=server)).request
     of_all = min((each for each in (body.get("image_max_pixels"), server) if each), default=None)
     limits = [each.max_pixels for each in parsed.messages[0].parts if isinstance(each, MediaPart)]
     assert limits == [of_all, limit, None]
@@ -221,17 +257,17 @@ def test_empty_text_is_allowed_with_media() -> None:
 
 
 def test_speech_of_a_chat() -> None:
-    call = chat(**spoken(voice="Lina", format="pcm16", guidance=1.5), seed=3)
-    assert call.speech == SpeechParams(voice="Lina", guidance=1.5, seed=3)
-    assert call.audio == AudioSpec(format="pcm16", sample_rate=24000, source_rate=44100)
-    faster = chat(**spoken(speed=2, sample_rate=16000.0, voice="Lina"))
+    sent = parsed_chat(**spoken(voice="Lina", format="pcm16", guidance=1.5), seed=3)
+    assert sent.request.speech == SpeechParams(voice="Lina", guidance=1.5, seed=3)
+    assert sent.audio == AudioSpec(format="pcm16", sample_rate=24000, source_rate=44100)
+    faster = parsed_chat(**spoken(speed=2, sample_rate=16000.0, voice="Lina"))
     assert faster.audio == AudioSpec(format="wav", sample_rate=16000, source_rate=44100, speed=2.0)
-    assert faster.speech == SpeechParams(voice="Lina", speech_lead=0), (
+    assert faster.request.speech == SpeechParams(voice="Lina", speech_lead=0), (
         "paced, it would be played out too early"
     )
     assert chat(**spoken(voice={"id": "Lina"}, seed=4), seed=3).speech == SpeechParams(voice="Lina", seed=4)
-    plain = chat(modalities=["audio", "text"])
-    assert plain.speech == SpeechParams(voice="DB30")
+    plain = parsed_chat(modalities=["audio", "text"])
+    assert plain.request.speech == SpeechParams(voice="DB30")
     assert plain.audio == AudioSpec(format="wav", sample_rate=44100, source_rate=44100)
 
 
@@ -345,6 +381,14 @@ def test_numbers_are_accepted_up_to_both_ends_of_their_range(
         assert (caught.value.param, caught.value.code) == (field, "invalid_value")
 
 
+def schema_format(**fields: Any) -> dict[str, Any]:
+    schema = {"name": "n", "schema": {"b": 1, "a": 2.5}, **fields}
+    return {
+        "type": "json_schema",
+        "json_schema": {key: value for key, value in schema.items() if value is not None},
+    }
+
+
 CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "Missing"),
     ({"messages": []}, "messages", "empty"),
@@ -436,17 +480,42 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"thinking": True}, "thinking": False}, "chat_template_kwargs.thinking", "contradicts"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "no text"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "ends before"),
-    ({"guided_json": {"type": "object"}}, "guided_json", "not constrained"),
     ({"echo": True}, "echo", "repeat"),
-    ({"best_of": 2}, "best_of", "one choice"),
-    ({"top_logprobs": 3}, "top_logprobs", "log probabilities"),
+    ({"best_of": 2}, "best_of", "use 'n'"),
+    ({"top_logprobs": 3}, "top_logprobs", "only allowed with 'logprobs': true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+    ({"logprobs": 3}, "logprobs", "a boolean"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "the id of a token"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "the id of a token"),
+    ({"logit_bias": {"123456789012": 1}}, "logit_bias", "the id of a token"),
+    ({"logit_bias": {"1": 100.5}}, "logit_bias.*", "between -100.0 and 100.0"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias.*", "a number"),
+    ({"logit_bias": [1]}, "logit_bias", "an object"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "an object of at most 300 items"),
     ({"chat_template": "{{ x }}"}, "chat_template", "the artifact's own"),
-    ({"n": 2}, "n", "one choice"),
-    ({"n": True}, "n", "one choice"),
-    ({"tools": [{"type": "function"}]}, "tools", "tool calls"),
-    ({"logprobs": True}, "logprobs", "log probabilities"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "repetition_penalty"),
+    ({"n": 2, **spoken()}, "n", "only one answer is spoken"),
+    ({"n": 129}, "n", "between 1 and 128"),
+    ({"n": True}, "n", "an integer"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object', 'json_schema'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing"),
+    ({"response_format": schema_format(schema=None)}, "response_format.json_schema.schema", "Missing"),
+    ({"response_format": schema_format(schema=[])}, "response_format.json_schema.schema", "an object"),
+    ({"response_format": schema_format(name=None)}, "response_format.json_schema.name", "Missing"),
+    ({"response_format": schema_format(name="n" * 65)}, "response_format.json_schema.name", "64"),
+    ({"response_format": schema_format(shema={})}, "response_format.json_schema.shema", "'schema'"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty"),
+    ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]", "a string"),
+    ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "Unknown"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "send one"),
+    ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "beside 'response_format'"),
+    (
+        {"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        "guided_regex",
+        "contradicts 'tool_choice'",
+    ),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts 'guided_regex'"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2.0 and 2.0"),
+    ({"presence_penalty": -2.5}, "presence_penalty", "between -2.0 and 2.0"),
     ({"image_generation": {"size": "1024x1024"}}, "image_generation", "not generated"),
     ({"temprature": 1}, "temprature", "'temperature'"),
     ({"video_fps": 0}, "video_fps", "above 0"),
@@ -577,7 +646,7 @@ def test_unsupported_modalities_are_refused() -> None:
         (b'{"n": NaN}', "NaN"),
         (b'{"n": -Infinity}', "Infinity"),
         (b"\xff\xfe{}", "byte 0 is not UTF-8"),
-        (b'{"n": ' + b"[" * 200000, "nested too deeply"),
+        (b'{"prediction": ' + b"[" * 200000, "nested too deeply"),
     ],
     ids=lambda value: str(value[:12]),
 )
@@ -656,7 +725,7 @@ def test_many_small_pictures_are_counted_as_media(count: int, says: str | None) 
     url = "data:image/png;base64," + "QUJD" * 2500
     raw = encode({"messages": HELLO, "images": [url.replace("/", "\\/")] * count}).replace(b"\\\\", b"\\")
     if says is None:
-        images = parse_chat(raw, INFO, OPTIONS).messages[0].parts[:count]
+        images = parse_chat(raw, INFO, OPTIONS).request.messages[0].parts[:count]
         assert {image.data for image in images if isinstance(image, MediaPart)} == {url}
         return
     with pytest.raises(RequestError, match=says):
@@ -703,7 +772,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(body: dict[str, Any], m
 def test_a_nested_surrogate_is_a_request_error_at_any_depth() -> None:
     for depth in range(900, 1000):
         with pytest.raises(RequestError):
-            parse_chat(b'{"n":' + b"[" * depth + b'"\\ud800"' + b"]" * depth + b"}", INFO, OPTIONS)
+            parse_chat(b'{"prediction":' + b"[" * depth + b'"\\ud800"' + b"]" * depth + b"}", INFO, OPTIONS)
 
 
 def test_an_integer_may_be_written_with_a_decimal_point() -> None:
@@ -737,45 +806,54 @@ NAMES = st.sampled_from(
 @given(st.dictionaries(NAMES | st.text(max_size=5), JSON, max_size=5) | JSON)
 def test_any_json_is_parsed_or_refused(body: object) -> None:
     """No body raises an error other than RequestError."""
-    for parse in (parse_chat, parse_speech):
+    for parse in (parse_chat, parse_speech, parse_completion, parse_tokenize, parse_detokenize):
         try:
             call = parse(encode(body), INFO, OPTIONS)
         except RequestError as error:
             assert 400 <= error.status < 500
         else:
-            assert isinstance(call, ParsedChat | ParsedSpeech)
+            assert isinstance(call, ParsedText | ParsedSpeech | tuple)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}, "guided_json": None}, None),
+        ({"response_format": {"type": "json_object"}}, ("json", '{"type":"object"}', "response_format")),
+        ({"response_format": schema_format(strict=True)}, ("json", '{"b":1,"a":2.5}', "response_format")),
+        ({"structured_outputs": {"json": " {} "}}, ("json", " {} ", "structured_outputs.json")),
+        ({"structured_outputs": {"json": False}}, ("json", "false", "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a*"}}, ("regex", "a*", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["é"]}}, ("choice", '["é"]', "structured_outputs.choice")),
+        ({"guided_grammar": 'start: "a"'}, ("grammar", 'start: "a"', "guided_grammar")),
+        ({"guided_json": {"type": "null"}}, ("json", '{"type":"null"}', "guided_json")),
+    ],
+)
+def test_constraints(fields: dict[str, Any], expected: tuple[str, str, str] | None) -> None:
+    for thinking in (False, True):
+        found = chat(**fields, thinking=thinking).sampling.constraint
+        assert found == (
+            None
+            if expected is None
+            else Constraint(kind=expected[0], text=expected[1], param=expected[2], thinking=thinking)
+        )
 
 
 # What other APIs' fields may say because it requests nothing, and one value that asks for something.
 REFUSED: dict[str, tuple[list[Any], Any]] = {
-    "n": ([1, 1.0], 2),
     "best_of": ([1], 2),
-    "tools": ([[]], [{"type": "function"}]),
-    "tool_choice": (["none", "auto"], "required"),
-    "parallel_tool_calls": ([True, False], 1),
     "functions": ([[]], [{"name": "f"}]),
     "function_call": (["none", "auto"], {"name": "f"}),
-    "logprobs": ([False], True),
-    "top_logprobs": ([0], 1),
     "prompt_logprobs": ([0], 1),
-    "logit_bias": ([{}], {"5": 1}),
     "allowed_token_ids": ([], []),
     "bad_words": ([[]], ["a"]),
     "logits_processors": ([[]], ["a"]),
-    "response_format": ([{"type": "text"}], {"type": "json_object"}),
-    "structured_outputs": ([{}], {"json": {}}),
-    "guided_json": ([], {}),
-    "guided_regex": ([], "a*"),
-    "guided_choice": ([], []),
-    "guided_grammar": ([], "a"),
-    "frequency_penalty": ([0, 0.0], 0.1),
-    "presence_penalty": ([0, 0.0], -0.1),
     "length_penalty": ([1, 1.0], 0.9),
     "use_beam_search": ([False], True),
     "prediction": ([], {}),
     "moderation": ([], {}),
     "web_search_options": ([], {}),
-    "reasoning_effort": (["none"], "low"),
     "verbosity": (["medium"], "low"),
     "image_generation": ([], {}),
     "stage_sampling": ([{}], {"a": 1}),
@@ -792,7 +870,38 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "documents": ([[]], [{}]),
     "return_token_ids": ([False], True),
     "return_tokens_as_token_ids": ([False], True),
-}
+    "include_reasoning": ([True], False),
+    "separate_reasoning": ([True], False),
+    "stream_reasoning": ([True], False),
+    "media_io_kwargs": ([{}], {"video": {}}),
+    "use_audio_in_video": ([False], True),
+    "no_stop_trim": ([False], True),
+    "watermarking": ([False], True),
+    "return_mm_kwargs": ([True, False], 0),
+    "session_params": ([{}], {"id": "a"}),
+    "vllm_xargs": ([{}], {"a": 1}),
+    "stream_interval": ([1], 2),
+    "thinking_token_budget": ([-1], 100),
+    "routed_experts_prompt_start": ([0], 1),
+    "routed_experts_start_len": ([0], 1),
+    **{
+        name: ([False], True)
+        for name in (
+            "return_cached_tokens_details", "return_hidden_states", "return_meta_info", "return_prompt_text",
+            "return_prompt_token_ids", "return_routed_experts", "return_token_offsets",
+        )
+    },
+    **{
+        name: ([], "a")
+        for name in (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "custom_logit_processor",
+            "custom_params", "data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "ec_transfer_params", "extra_key",
+            "images_config", "input_ids", "kv_transfer_params", "logprob_token_ids", "lora_path", "max_dynamic_patch",
+            "min_dynamic_patch", "ngram_corpus_id", "regex", "repetition_detection", "routed_dp_rank", "stop_regex",
+            "task", "truncation_side",
+        )
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -813,7 +922,7 @@ def test_a_field_of_another_api_passes_only_with_a_value_that_requests_nothing(n
 
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention", "custom_labels", "rid", "session_id",
 )  # fmt: skip
 
 
@@ -830,7 +939,9 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "thinking", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
         "min_p", "repetition_penalty", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "seed", "image_max_pixels",
         "video_fps", "video_max_frames", "video_min_pixels", "video_max_pixels", "video_total_pixels", "priority",
-        "mm_processor_kwargs",
+        "mm_processor_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+        "n", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias",
+        "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 
@@ -929,8 +1040,8 @@ def test_formats_of_speech() -> None:
     for name, rate in rates.items():
         expected = AudioSpec(format=name, sample_rate=rate, source_rate=44100)  # type: ignore[arg-type]
         assert speech(response_format=name.removesuffix("16")).audio == expected
-        assert chat(**spoken(format=name)).audio == expected
-    assert (speech().audio.format, chat().audio) == ("mp3", None)
+        assert parsed_chat(**spoken(format=name)).audio == expected
+    assert (speech().audio.format, parsed_chat().audio) == ("mp3", None)
 
 
 def test_a_voice_has_further_names() -> None:
@@ -984,3 +1095,185 @@ def test_switches_of_thinking_must_agree(
     with pytest.raises(RequestError, match="they mean the same, send one") as caught:
         chat(**fields)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")
+
+
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def test_tools_keep_the_order_of_their_keys_and_fields_that_nobody_knows() -> None:
+    function = {"x-own": 1.0, "parameters": {"b": "é", "a": 10**30}, "name": "f", "strict": True}
+    given = {"function": function, "type": "function"}
+    use = chat(tools=[given, tool("g")]).tools
+    assert [(each.name, each.is_strict) for each in use.tools] == [("f", True), ("g", False)]
+    assert use.tools[0].definition == json.dumps(given, ensure_ascii=False)
+    assert (use.choice, use.allowed, use.is_parallel) == ("auto", None, True)
+    assert not chat(tools=[tool()], parallel_tool_calls=False).tools.is_parallel
+    for neutral in ({}, {"tools": None}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert chat(**neutral).tools.tools == ()
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        (function("g"), ("required", ("g",))),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function("f")]}}, ("auto", ("f",))),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function("g"), function("f")]}},
+         ("required", ("g", "f"))),
+    ],
+)  # fmt: skip
+def test_tool_choice(choice: Any, expected: tuple[str, tuple[str, ...] | None]) -> None:
+    use = chat(tools=[tool("f"), tool("g")], tool_choice=choice).tools
+    assert (use.choice, use.allowed) == expected
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing"),
+        ({"tools": [tool(), {"type": "custom", "custom": {"name": "c"}}]}, "tools[1].type", "'function'"),
+        ({"tools": [tool("")]}, "tools[0].function.name", "is empty"),
+        ({"tools": [tool("n" * 129)]}, "tools[0].function.name", "128"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "an object"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "of the type 'object'"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "earlier tool"),
+        ({"tools": [tool(str(i)) for i in range(129)]}, "tools", "128"),
+        ({"tools": [tool(parameters={"a": nested(97)})]}, "tools", "more than 100 levels"),
+        ({"tools": [tool(parameters={"a": nested(900)})]}, "tools", "more than 100 levels"),
+        ({"tools": [tool()], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "contradicts"),
+        ({"tools": {}}, "tools", "an array"),
+        ({"tools": [1]}, "tools[0]", "an object"),
+        ({"tool_choice": "required"}, "tool_choice", "no function"),
+        ({"tool_choice": function("f")}, "tool_choice", "which 'tools' lacks"),
+        ({"tools": [tool()], "tool_choice": function("g")}, "tool_choice", 'names "g"'),
+        ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "'required'"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function", "Missing"),
+        ({"tools": [tool()], "tool_choice": ALLOWED}, "tool_choice.allowed_tools.tools", "is empty"),
+        ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls", "a boolean"),
+        ({"functions": [{"name": "f"}]}, "functions", "use 'tools'"),
+        ({"function_call": {"name": "f"}}, "function_call", "use 'tool_choice'"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "'minimal'"),
+        ({"reasoning_effort": "low", "thinking": False}, "reasoning_effort", "contradicts"),
+        ({"messages": [{"role": "assistant", "reasoning_content": 1}]}, "messages[0].reasoning_content", "a string"),
+    ],
+)  # fmt: skip
+def test_wrong_tools_are_refused_by_name(body: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        chat(**body)
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+def test_a_model_without_the_tokens_of_calls_refuses_tools() -> None:
+    with pytest.raises(RequestError, match="no tokens for calls") as caught:
+        chat(replace(INFO, has_tools=False), tools=[tool()])
+    assert caught.value.param == "tools"
+
+
+def test_reasoning_effort_turns_thinking_on() -> None:
+    assert [chat(reasoning_effort=each).thinking for each in (None, "none", "minimal", "low", "xhigh")] == [
+        False, False, False, True, True,
+    ]  # fmt: skip
+
+
+def completion(**body: Any) -> ParsedText[CompletionRequest]:
+    return parse_completion(encode(body), INFO, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("sent", "prompt"),
+    [
+        ("Once", "Once"),
+        (["Once"], "Once"),
+        ([1, 2.0], (1, 2)),
+        ([[1, 2]], (1, 2)),
+        ("", ""),
+        ([], ()),
+        ([[]], ()),
+    ],
+)
+def test_prompts_of_completions(sent: object, prompt: object) -> None:
+    parsed = completion(prompt=sent)
+    assert (parsed.request.prompt, parsed.shown_prompt) == (prompt, "")
+    assert completion(prompt=sent, echo=True).shown_prompt == prompt
+    assert parsed.request.sampling == SamplingParams(max_tokens=16)
+    assert (parsed.stream, parsed.include_usage, parsed.request.num_answers) == (False, False, 1)
+
+
+def test_fields_of_completions() -> None:
+    fields = {"temperature": 0.5, "stop": "b", "seed": 3, "logit_bias": {"5": 1}, "presence_penalty": 1}
+    parsed = completion(
+        prompt="a", max_tokens=5, logprobs=5, n=2, best_of=2, stream=True, stream_options={"include_usage": True},
+        suffix="", priority=4, add_special_tokens=True, **fields,
+    )  # fmt: skip
+    assert parsed.request.sampling == replace(chat(**fields).sampling, max_tokens=5, num_logprobs=5)
+    assert (parsed.request.num_answers, parsed.request.priority) == (2, 4)
+    assert parsed.stream and parsed.include_usage
+
+
+COMPLETION_ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "Missing required parameter"),
+    ({"prompt": None}, "prompt", "Missing required parameter"),
+    ({"prompt": ["a", "b"]}, "prompt", "one prompt is answered per request"),
+    ({"prompt": [[1], [2]]}, "prompt", "one prompt is answered per request"),
+    ({"prompt": [1, "a"]}, "prompt", "one prompt is answered per request"),
+    ({"prompt": [1.5]}, "prompt[0]", "an integer"),
+    ({"prompt": [-1]}, "prompt[0]", "between 0"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "nothing is inserted"),
+    ({"prompt": "a", "best_of": 2}, "best_of", "use 'n'"),
+    ({"prompt": "a", "n": 2, "best_of": 1}, "best_of", "use 'n'"),
+    ({"prompt": "a", "echo": True, "logprobs": 0}, "echo", "log probabilities of the prompt"),
+    ({"prompt": "a", "logprobs": 6}, "logprobs", "between 0 and 5"),
+    ({"prompt": "a", "logprobs": True}, "logprobs", "an integer"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "more than 'max_tokens' (16)"),
+    ({"prompt": "a", "messages": []}, "messages", "Unknown parameter"),
+    ({"prompt": "a", "model": "b"}, "model", "does not exist"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options", "'stream': true"),
+    ({"prompt": "a", "use_beam_search": True}, "use_beam_search", "no beam search"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), COMPLETION_ERRORS, ids=lambda value: str(value)[:40])
+def test_wrong_completion_bodies(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(**body)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_bodies_of_tokenize_and_detokenize() -> None:
+    assert parse_tokenize(encode({"prompt": "a"}), INFO, OPTIONS) == ("a", False)
+    body = {"messages": HELLO, "thinking": True, "max_tokens": 5, "add_special_tokens": False}
+    request, with_names = parse_tokenize(encode({**body, "return_token_strs": True}), INFO, OPTIONS)
+    assert isinstance(request, ChatRequest) and with_names
+    assert replace(request, request_id="") == chat(thinking=True, max_tokens=5)
+    assert parse_detokenize(encode({"tokens": [1, 2.0]}), INFO, OPTIONS) == (1, 2)
+    for parse, wrong, param in (
+        (parse_tokenize, {}, "messages"),
+        (parse_tokenize, {"prompt": "a", "messages": HELLO}, "prompt"),
+        (parse_tokenize, {"prompt": "a", "chat_template": "b"}, "chat_template"),
+        (parse_tokenize, {"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        (parse_detokenize, {}, "tokens"),
+        (parse_detokenize, {"tokens": [0.5]}, "tokens[0]"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse(encode(wrong), INFO, OPTIONS)
+        assert caught.value.param == param
+    for parse in (parse_completion, parse_tokenize, parse_detokenize):
+        with pytest.raises(RequestError, match="without its thinker"):
+            parse(encode({"prompt": "a"}), SPEECH_ONLY, OPTIONS)

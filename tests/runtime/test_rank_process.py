@@ -21,7 +21,7 @@ from mingc.artifacts.codec import encode
 from mingc.runtime.thinker.ranks import rank_process
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
 from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_num_pages, broadcast_step
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 from mingc.runtime.thinker.worker import StepOptions
 
 _WAIT_S = 20.0
@@ -58,6 +58,7 @@ STEPS: list[tuple[Step, str]] = [
     (prefill(is_sampled=True), "launch_prefill"),
     (decode(is_sampled=True), "launch_decode"),
     (decode(is_sampled=False), "decode"),
+    (SampleStep(slots=np.array([1]), sampling=np.zeros((1, 6))), "launch_sampling"),
 ]
 
 
@@ -82,7 +83,7 @@ def test_a_rank_runs_the_steps_of_rank_0_until_its_socket_closes(monkeypatch: py
         assert (given, num_pages, str(device)) == (stage, 33, "cpu")
         assert options == StepOptions(is_static=True, max_chunk=16), "chunks and sampling are those of rank 0"
         assert calls == ["watch", "load", "join"], "the parent is watched first, the group joined before"
-        methods = ("prefill", "launch_prefill", "decode", "launch_decode", "close")
+        methods = ("prefill", "launch_prefill", "decode", "launch_decode", "launch_sampling", "close")
         return SimpleNamespace(**{name: note(name) for name in methods})
 
     def join(**options: Any) -> None:

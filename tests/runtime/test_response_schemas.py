@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from mingc.errors import CapacityError, ConfigError, MingcError, RequestError, WorkerError
-from mingc.runtime.request import Done, ServiceInfo, Usage
+from mingc.runtime.request import Done, ServiceInfo, TextDelta, Usage
 from mingc.server.error_objects import error_response
 from mingc.server.http.response_schemas import (
+    Answer,
     ChatResponseBuilder,
     Delta,
     SpeechDelta,
@@ -27,6 +28,13 @@ Json = dict[str, Any]
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, audio_patches=0, audio_seconds=0.0)
 DONE = Done(finish_reason="stop", usage=USAGE, timings_ms={})
+
+
+def answer(done: Done) -> Answer:
+    made = Answer()
+    for event in (TextDelta(text="a"), done):
+        made.add(event)
+    return made
 
 
 def document(value: msgspec.Struct) -> Json:
@@ -47,7 +55,7 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
         builder.audio_end_chunk("a", is_first=False),
         builder.chunk(Delta(), "stop", {}),
         builder.usage_chunk(USAGE),
-        builder.completion(text="a", audio=None, done=DONE),
+        builder.completion([answer(DONE)], audio=None),
     ]
     assert {(each.id, each.model, each.created) for each in objects} == {("chatcmpl-1", "m", 1_700_000_000)}
 
@@ -97,6 +105,10 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
     for made, expected in (
         (lambda b: b.role_chunk(), chunk({"role": "assistant", "content": "", "refusal": None})),
         (lambda b: b.chunk(Delta(content="a")), chunk({"content": "a"})),
+        (
+            lambda b: b.role_chunk(has_text=False),
+            chunk({"role": "assistant", "content": None, "refusal": None}),
+        ),
         (lambda b: b.audio_chunk("AA==", is_first=True), chunk({"audio": {"id": "audio-1", "data": "AA=="}})),
         (lambda b: b.audio_chunk("AA==", is_first=False), chunk({"audio": {"data": "AA=="}})),
         (
@@ -120,12 +132,12 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
         **chunk({}), "object": "chat.completion", "usage": CHAT_USAGE, "timings_ms": {"done": 9.0},
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
     }  # fmt: skip
-    assert document(built.completion(text="a", audio=None, done=done)) == whole
+    assert document(built.completion([answer(done)], audio=None)) == whole
     audio = {"id": "audio-1", "data": "AAE=", "expires_at": 99, "transcript": "a"}
     whole["choices"] = [
         {"index": 0, "message": {**message, "audio": audio}, "logprobs": None, "finish_reason": "length"}
     ]
-    assert document(built.completion(text="a", audio="AAE=", done=done)) == whole
+    assert document(built.completion([answer(done)], audio="AAE=")) == whole
 
 
 def test_objects_of_speech() -> None:
@@ -157,7 +169,7 @@ def test_the_object_of_a_model() -> None:
         "owned_by": "mingc",
         "input_modalities": ["text", "video"],
         "output_modalities": ["text", "audio"],
-        "routes": ["/v1/chat/completions", "/v1/audio/speech"],
+        "routes": ["/v1/chat/completions", "/v1/completions", "/v1/audio/speech"],
         "sample_rate": 44100,
     }
 

@@ -23,7 +23,8 @@ from mingc.prompts.conversation import Message as RequestMessage
 from mingc.prompts.conversation import TextPart, VideoParams
 from mingc.runtime.request import ChatRequest, SamplingParams, ServiceLoad, SpeechParams, SpeechRequest
 from mingc.server.app import create_app
-from mingc.server.http.body import FREE_BYTES, BodyBudget, read_body
+from mingc.server.body_budget import FREE_BYTES, BodyBudget
+from mingc.server.http.body import read_body
 from mingc.server.http.routes import (
     GenerationRoute,
     Handler,

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from collector import Collector
 from recorded_thinker import CASES, THINKER, thinker_prompt
+from sampling_reference import logprobs, most_likely
 
-from mingc.runtime.request import SamplingParams
+from mingc.runtime.request import SamplingParams, TokenLogprobs
+from mingc.runtime.request_stream import TokenItem
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -65,6 +67,32 @@ def test_every_prompt_is_answered_as_recorded(service: OmniService) -> None:
     together = [(case, submit(loop, case)) for case in (*CASES, *reversed(CASES))]
     for case, collector in together:
         check_answer(case, collector)
+
+
+def test_log_probabilities_are_those_of_the_official_logits(service: OmniService) -> None:
+    """Of the raw logits: penalties and bias change the tokens, and not what a token's log probability is."""
+    loop = thinker_loop(service)
+    for case in CASES:
+        collector = submit(loop, case, num_logprobs=20)
+        assert collector.tokens() == THINKER[f"{case}.greedy_ids"][0].tolist()
+        items = [each for each in collector.items if isinstance(each, TokenItem)]
+        for item, logits in zip(items, THINKER[f"{case}.greedy_logits"][0], strict=True):
+            assert item.logprobs is not None
+            check_logprobs(item.logprobs, item.token, logits)
+    (token,) = THINKER["text.greedy_ids"][0, :1].tolist()
+    biased = submit(loop, "text", num_logprobs=1, logit_bias=((token, -100.0),), frequency_penalty=1.0)
+    assert token not in biased.tokens()
+    first = biased.items[0]
+    assert isinstance(first, TokenItem) and first.logprobs is not None
+    check_logprobs(first.logprobs, first.token, THINKER["text.greedy_logits"][0, 0])
+
+
+def check_logprobs(found: TokenLogprobs, token: int | None, logits: np.ndarray) -> None:
+    assert token is not None
+    expected, top = logprobs(logits), most_likely(logits, len(found.top))
+    assert abs(found.logprob - expected[token]) < 1e-4
+    np.testing.assert_allclose([value for _, value in found.top], expected[top], atol=1e-4)
+    assert found.top[0][0] == top[0]
 
 
 def test_a_request_in_a_used_slot_has_its_own_repetition_penalty(service: OmniService) -> None:

@@ -13,7 +13,7 @@ import torch
 from mingc.errors import WorkerError
 from mingc.runtime.thinker.ranks import step_codec
 from mingc.runtime.thinker.ranks.step_codec import Step, broadcast_step, receive_step
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 
 
 def test_steps_are_received_unchanged() -> None:
@@ -57,6 +57,7 @@ def test_steps_are_received_unchanged() -> None:
             slots=np.array([2, 1]),
             sampling=np.random.default_rng(1).random((2, 6)),
         ),
+        SampleStep(slots=np.array([2, 1]), sampling=np.random.default_rng(3).random((2, 6))),
     ]
     with ours, theirs:
         for step in steps:

@@ -10,19 +10,31 @@ import json
 import os
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from math import inf
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 import soundfile
+from fake_service import FakeService
 from numpy.typing import NDArray
 from starlette.types import Message
 
 from mingc.errors import CapacityError, WorkerError
-from mingc.runtime.request import AudioDelta, Done, Event, ServiceLoad, TextDelta, TextDone, Usage
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    ServiceLoad,
+    TextDelta,
+    TextDone,
+    TokenLogprobs,
+    Usage,
+)
 from mingc.server.audio_format import AudioFormat, AudioSpec
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
+from mingc.server.http.logprobs import CompletionLogprobsWriter
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
     JSON,
@@ -72,6 +84,12 @@ async def events(*, is_complete: bool = True) -> AsyncIterator[Event]:
     yield TextDone(finish_reason="length")
     if is_complete:
         yield DONE
+
+
+async def answer(events: AsyncIterator[Event]) -> AsyncIterator[tuple[int, Event]]:
+    """The events of the only answer."""
+    async for event in events:
+        yield 0, event
 
 
 class Client:
@@ -200,7 +218,7 @@ def assert_complete(data: bytes, audio: AudioSpec) -> None:
 
 
 def test_a_streamed_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_chunks(events(), BUILDER, stream(audio)), SSE)
+    client = respond(chat_chunks(answer(events()), BUILDER, stream(audio)), SSE)
     assert client.body.endswith(b"data: [DONE]\n\n")
     *chunks, finish, usage = client.objects
     assert (finish["choices"][0]["finish_reason"], finish["choices"][0]["delta"]) == ("length", {})
@@ -224,18 +242,18 @@ def test_the_audio_of_a_streamed_chat_without_speech_has_its_id_once_and_no_data
         yield Done(finish_reason="stop", usage=usage, has_nothing_to_speak=True)
 
     audio = AudioSpec(format="pcm16", sample_rate=RATE)
-    client = respond(chat_chunks(silent(), BUILDER, stream(audio)), SSE)
+    client = respond(chat_chunks(answer(silent()), BUILDER, stream(audio)), SSE)
     deltas = [chunk["choices"][0]["delta"] for chunk in client.objects if chunk["choices"]]
     (clip,) = [delta["audio"] for delta in deltas if "audio" in delta]
     assert (clip["id"], clip["data"], clip["transcript"]) == ("audio-1", "", "…")
     reasons = [chunk["speech_error"]["code"] for chunk in client.objects if "speech_error" in chunk]
     assert reasons == ["nothing_to_speak"]
-    whole = json.loads(respond(chat_completion(silent(), BUILDER, keep(audio)), JSON).body)
+    whole = json.loads(respond(chat_completion(answer(silent()), BUILDER, keep(audio)), JSON).body)
     assert whole["speech_error"]["code"] == "nothing_to_speak"
 
 
 def test_a_whole_chat_has_all_its_text_audio_and_usage(audio: AudioSpec) -> None:
-    client = respond(chat_completion(events(), BUILDER, keep(audio)), JSON)
+    client = respond(chat_completion(answer(events()), BUILDER, keep(audio)), JSON)
     assert client.headers[b"content-length"] == str(len(client.body)).encode()
     assert json.loads(client.body)["usage"] == USAGE
     message = json.loads(client.body)["choices"][0]["message"]
@@ -279,8 +297,8 @@ def test_headers_keep_proxies_from_buffering_a_stream(parts: Callable[..., Async
 
 
 BODIES: dict[str, Callable[[AudioSpec], Body]] = {
-    "chat": lambda audio: chat_completion(events(is_complete=False), BUILDER, keep(audio)),
-    "chat stream": lambda audio: chat_chunks(events(is_complete=False), BUILDER, stream(audio)),
+    "chat": lambda audio: chat_completion(answer(events(is_complete=False)), BUILDER, keep(audio)),
+    "chat stream": lambda audio: chat_chunks(answer(events(is_complete=False)), BUILDER, stream(audio)),
     "speech": lambda audio: speech_clip(events(is_complete=False), keep(audio)),
     "speech stream": lambda audio: speech_parts(events(is_complete=False), stream(audio)),
     "speech events": lambda audio: speech_events(events(is_complete=False), stream(audio)),
@@ -383,3 +401,24 @@ def test_a_full_disk_is_an_error_of_the_request(
     with pytest.raises(CapacityError, match="no space"):
         asyncio.run(run())
     assert os.strerror(errno.ENOSPC) in caplog.text
+
+
+def test_half_characters_of_a_completion_are_named_by_their_bytes() -> None:
+    """They differ, where the text has one replacement character for each; offsets count characters of the text."""
+    tokenizer = FakeService().tokenizer
+    ids = tokenizer.encode_plain("a😀b")
+    entries = [(each, TokenLogprobs(logprob=-inf, top=((ids[0], -0.5),))) for each in ids]
+    whole = CompletionLogprobsWriter(tokenizer, 7).write(
+        [*entries, (tokenizer.token_id("<role>"), entries[0][1])]
+    )
+    assert whole.tokens == ["a", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", "b", "<role>"]
+    assert whole.text_offset == [7, 8, 8, 8, 8, 9, 10]
+    assert whole.token_logprobs == [-9999.0] * 7, "JSON has no infinity"
+    assert whole.top_logprobs[0] == {"a": -0.5} and whole.top_logprobs[1] == {
+        "bytes:\\xf0": -9999.0,
+        "a": -0.5,
+    }
+    writer = CompletionLogprobsWriter(tokenizer, 7)
+    assert [writer.write([entry]).text_offset for entry in entries] == [
+        [each] for each in whole.text_offset[:-1]
+    ]

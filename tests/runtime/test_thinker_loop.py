@@ -26,6 +26,7 @@ from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import FailedItem, TokenItem
 from mingc.runtime.thinker.create_worker import measure_step_latencies
+from mingc.runtime.thinker.logit_edits import SampleOptions
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy, StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
@@ -233,10 +234,12 @@ def test_the_next_step_is_launched_before_first_tokens_are_collected(
     worker = loop.runner
 
     def noting(name: str, launch: Callable[..., LaunchedTokens]) -> Callable[..., LaunchedTokens]:
-        def noted(step: PrefillStep | DecodeStep, *, with_logits: bool) -> LaunchedTokens:
+        def noted(step: PrefillStep | DecodeStep, *, options: SampleOptions) -> LaunchedTokens:
             calls.append(f"{name} {len(calls)}")
+            launched = launch(step, options=options)
             return _Noted(
-                host_copy=launch(step, with_logits=with_logits).host_copy,
+                host_copy=launched.host_copy,
+                rows=launched.rows,
                 calls=calls,
                 name=f"wait for {calls[-1]}",
             )
@@ -365,7 +368,7 @@ def test_a_failed_launch_fails_its_requests_and_later_ones_run(
     loop = make_thinker_loop(is_static=True)
     launch, calls = loop.runner.launch_decode, itertools.count()
 
-    def fail_once(step: DecodeStep, **options: bool) -> LaunchedTokens:
+    def fail_once(step: DecodeStep, **options: SampleOptions) -> LaunchedTokens:
         if next(calls) == 3:
             raise RuntimeError("launch failure")
         return launch(step, **options)
@@ -383,7 +386,7 @@ def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
     loop = make_thinker_loop(is_static=True, max_prompts=2)
     launch, steps = loop.runner.launch_decode, list[int]()
 
-    def fail_third(step: DecodeStep, **options: bool) -> LaunchedTokens:
+    def fail_third(step: DecodeStep, **options: SampleOptions) -> LaunchedTokens:
         steps.append(len(step.input_ids))
         if len(steps) == 3:
             raise RuntimeError("launch failure")
@@ -431,13 +434,26 @@ class _Noted(LaunchedTokens):
 
 @pytest.mark.parametrize(("is_static", "two_batch_overlap"), [(False, False), (True, False), (True, True)])
 def test_measuring_latencies_covers_every_size_and_changes_no_answer(
-    started: Callable[[ThinkerLoop], ThinkerLoop], is_static: bool, two_batch_overlap: bool
+    started: Callable[[ThinkerLoop], ThinkerLoop],
+    is_static: bool,
+    two_batch_overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = ask(started(make_thinker_loop(is_static=is_static)), PROMPTS[1], max_tokens=20).tokens()
     loop = make_thinker_loop(is_static=is_static, two_batch_overlap=two_batch_overlap)
     worker = loop.runner
     assert isinstance(worker, ThinkerWorker)
+    sampled: list[int] = []
+    launch = worker.launch_decode
+
+    def noted(step: DecodeStep) -> LaunchedTokens:
+        sampled.append(len(step.input_ids))
+        return launch(step)
+
+    monkeypatch.setattr(worker, "launch_decode", noted)
     latency_model = measure_step_latencies(worker)
+    assert {*sampled} == ({1, 2, 4, 8} if is_static else set()), "what a step takes includes its sampling"
+    monkeypatch.undo()
     pairs = [32 + 8, 32 + 16, 32 + 32]
     assert [size for size, _ in latency_model.chunks] == [8, 16, 32, *(pairs if two_batch_overlap else [])]
     assert [size for size, _ in latency_model.decodes] == [1, 2, 4, 8]
@@ -465,7 +481,7 @@ def test_layer_groups_between_decode_steps_change_no_answer(
     parts: list[tuple[int, int | None]] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
-        def noted(step: PrefillStep, **options: bool) -> object:
+        def noted(step: PrefillStep, **options: SampleOptions) -> object:
             parts.append((step.first_group, step.end_group))
             return run(step, **options)
 
@@ -492,7 +508,7 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     steps: list[PrefillStep] = []
 
     def noting(run: Callable[[PrefillStep], object]) -> Callable[[PrefillStep], object]:
-        def noted(step: PrefillStep, **options: bool) -> object:
+        def noted(step: PrefillStep, **options: SampleOptions) -> object:
             steps.append(step)
             if len(step.counts) == 3 and step.first_group == 0:
                 loop.cancel(answers[2].job)  # type: ignore[attr-defined]
@@ -506,7 +522,7 @@ def test_waiting_prompts_share_a_chunk_and_one_may_be_cancelled_in_it(
     name = "launch_decode" if is_static else "decode"
     run_decode = getattr(loop.runner, name)
 
-    def decode_when_asked(step: DecodeStep, **options: bool) -> object:
+    def decode_when_asked(step: DecodeStep, **options: SampleOptions) -> object:
         is_reached.set()
         assert are_asked.wait(60)
         return run_decode(step, **options)

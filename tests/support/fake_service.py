@@ -9,8 +9,10 @@ import asyncio
 import itertools
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,10 +22,12 @@ from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, TextPart
 from mingc.prompts.media_decoder import MediaTask, SpeechSegment
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import answer_start
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
+    CompletionRequest,
     Done,
     Event,
     ServiceInfo,
@@ -32,6 +36,8 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TextRequest,
+    TokenLogprobs,
     TranscriptEvent,
     TranscriptionRequest,
     Usage,
@@ -39,6 +45,7 @@ from mingc.runtime.request import (
 from mingc.runtime.service.transcriber import transcribe
 from mingc.runtime.voices import NewVoice, VoiceInfo
 
+TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 SAMPLE_RATE = 44100
 PATCH_SAMPLES = 14112
 NUM_PATCHES = 3
@@ -53,6 +60,7 @@ INFO = ServiceInfo(
     has_video=True,
     has_audio_input=True,
     has_speech=True,
+    has_tools=True,
 )
 SPEECH_ONLY = replace(INFO, has_text=False, has_image=False, has_video=False, has_audio_input=False)
 TEXT_ONLY = replace(
@@ -67,6 +75,11 @@ def patch(index: int) -> AudioDelta:
     return AudioDelta(samples=samples, is_segment_end=True, segment_text=f"Tone {index}.")
 
 
+@cache
+def _tokenizer() -> TextTokenizer:
+    return TextTokenizer.from_file(TINY / "tokenizer.json")
+
+
 class FakeService:
     """Records its requests and how each ended: `done`, `cancelled` or `failed`."""
 
@@ -74,6 +87,7 @@ class FakeService:
         self._info = info
         self._ready = ready
         self.chats: list[ChatRequest] = []
+        self.completions: list[CompletionRequest] = []
         self.speeches: list[SpeechRequest] = []
         self.voices: list[VoiceInfo] = []
         self.transcriptions: list[TranscriptionRequest] = []
@@ -105,18 +119,74 @@ class FakeService:
         self.report_failure = report
 
     async def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
-        self.chats.append(request)
-        if request.speech is not None:
-            self._check_voice(request.speech, "audio.")
-        parts = [part for message in request.messages if message.role == "user" for part in message.parts]
-        text = " ".join(part.text for part in parts if isinstance(part, TextPart))
-        media = [f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)]
-        words = ["You", *(f" {word}" for word in ["said:", *text.split(), *media])]
-        events: list[Event] = [TextDelta(text=word) for word in words[: request.sampling.max_tokens]]
-        finish = "length" if len(words) > request.sampling.max_tokens else "stop"
-        events.append(TextDone(finish_reason=finish))  # type: ignore[arg-type]
-        async for event in self._run(request.request_id, text, events, spoken=request.speech is not None):
+        async for _, event in self.answers(request):
             yield event
+
+    async def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, Event]]:
+        """Answers in turn, event by event; each says its seed if it is drawn."""
+        text, media, is_spoken = "", [], False
+        if isinstance(request, ChatRequest):
+            self.chats.append(request)
+            if request.speech is not None:
+                self._check_voice(request.speech, "audio.")
+            parts = [part for message in request.messages if message.role == "user" for part in message.parts]
+            text = " ".join(part.text for part in parts if isinstance(part, TextPart))
+            media = [
+                f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)
+            ]
+            is_spoken = request.speech is not None
+        else:
+            self.completions.append(request)
+            prompt = request.prompt
+            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        words = ["You", *(f" {word}" for word in ["said:", *text.split(), *media])]
+        limit = request.sampling.max_tokens
+
+        def events(answer: int) -> AsyncIterator[Event]:
+            seed = request.sampling.seed if request.sampling.draws else None
+            own = words if seed is None else [*words[:1], f" {seed + answer}", *words[1:]]
+            made: list[Event] = [self._delta(word, request.sampling.num_logprobs) for word in own[:limit]]
+            made.append(TextDone(finish_reason="length" if len(own) > limit else "stop"))
+            name = request.request_id + (f"-{answer}" if answer else "")
+            return self._run(name, text, made, spoken=is_spoken, prompt_tokens=0 if answer else 7)
+
+        left = {answer: events(answer) for answer in range(request.num_answers)}
+        try:
+            while left:
+                for answer in list(left):
+                    try:
+                        yield answer, await anext(left[answer])
+                    except StopAsyncIteration:
+                        del left[answer]
+        finally:
+            for each in left.values():
+                await each.aclose()  # type: ignore[attr-defined]
+
+    def _delta(self, word: str, num_logprobs: int | None) -> TextDelta:
+        """A word, whose tokens have log probabilities by their ids; the alternatives are the tokens after them."""
+        if num_logprobs is None:
+            return TextDelta(text=word)
+        ids = self.tokenizer.encode_plain(word)
+        found = (
+            (
+                each,
+                TokenLogprobs(
+                    logprob=-each / 100, top=tuple((each + k, -k / 10) for k in range(1, num_logprobs + 1))
+                ),
+            )
+            for each in ids
+        )
+        return TextDelta(text=word, token=ids[-1], logprobs=tuple(found))
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        return _tokenizer()
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            self.chats.append(prompt)
+            prompt = " ".join(message.text for message in prompt.messages)
+        return self.tokenizer.encode_plain(prompt)
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
@@ -152,6 +222,13 @@ class FakeService:
         self.voices.remove(found)
         return found
 
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncIterator[Event]:
+        request = replace(request, text="".join([delta async for delta in deltas]))
+        async for event in self.speech(request):
+            yield event
+
     def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
         """Real segments; `transcripts` in turn are their answers, of which earlier ones take longer."""
         self.transcriptions.append(request)
@@ -184,7 +261,15 @@ class FakeService:
             await asyncio.sleep(0.02)
         self._closed.set()
 
-    async def _run(self, name: str, text: str, events: list[Event], *, spoken: bool) -> AsyncIterator[Event]:
+    async def _run(
+        self,
+        name: str,
+        text: str,
+        events: list[Event],
+        *,
+        spoken: bool,
+        prompt_tokens: int = 7,
+    ) -> AsyncIterator[Event]:
         if self.shutdown_timeouts:
             raise CapacityError("stopping")
         if "overloaded" in text:
@@ -214,7 +299,7 @@ class FakeService:
             yield Done(
                 finish_reason="length" if TextDone(finish_reason="length") in events else "stop",
                 usage=Usage(
-                    prompt_tokens=7,
+                    prompt_tokens=prompt_tokens,
                     completion_tokens=num_text,
                     audio_patches=len(patches),
                     audio_seconds=len(patches) * PATCH_SAMPLES / SAMPLE_RATE,

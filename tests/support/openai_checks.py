@@ -231,6 +231,135 @@ def check_unknown_model(base_url: str) -> None:
     assert caught.value.code == "model_not_found"
 
 
+def check_logprobs(base_url: str) -> None:
+    """The bytes of the tokens are the text's, half characters included; a stream has the same, with their text."""
+    arguments: dict[str, Any] = {
+        "model": model_name(base_url),
+        "messages": user(text("Say something short, 😀 你好.")),
+        "max_tokens": 24,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    with client(base_url) as openai:
+        whole = openai.chat.completions.create(**arguments).choices[0]
+        chunks = list(openai.chat.completions.create(**arguments, stream=True))
+        plain = openai.chat.completions.create(**{**arguments, "top_logprobs": 0}).choices[0]
+        without = openai.chat.completions.create(**{**arguments, "top_logprobs": 0, "logprobs": False})
+    assert whole.logprobs is not None and whole.logprobs.content and whole.logprobs.refusal is None
+    content = whole.logprobs.content
+    joined = b"".join(bytes(each.bytes or ()) for each in content)
+    assert joined.decode(errors="replace") == whole.message.content
+    for entry in content:
+        logprobs = [each.logprob for each in entry.top_logprobs]
+        assert len(logprobs) == 3 and logprobs == sorted(logprobs, reverse=True)
+        assert entry.logprob <= max(0.0, *logprobs)
+        assert entry.bytes is None or entry.token == bytes(entry.bytes).decode(errors="replace")
+    assert without.choices[0].logprobs is None
+    assert plain.logprobs is not None and plain.logprobs.content is not None
+    assert [each.top_logprobs for each in plain.logprobs.content] == [[]] * len(content)
+    streamed, shown = [], ""
+    for choice in (chunk.choices[0] for chunk in chunks):
+        shown += choice.delta.content or ""
+        streamed += (choice.logprobs and choice.logprobs.content) or []
+        sent = b"".join(bytes(each.bytes or ()) for each in streamed).decode(errors="replace")
+        assert sent.rstrip("\ufffd") == shown.rstrip("\ufffd"), "an entry comes with its text"
+    assert streamed == content
+
+
+def check_answers(base_url: str) -> None:
+    """Answer i of several is that of the seed plus i; usage counts the prompt once."""
+    arguments: dict[str, Any] = {
+        "model": model_name(base_url),
+        "messages": user(text("Say something short.")),
+        "max_tokens": 12,
+        "temperature": 1.0,
+    }
+    with client(base_url) as openai:
+        alone = [openai.chat.completions.create(**arguments, seed=seed) for seed in (5, 6, 7)]
+        whole = openai.chat.completions.create(**arguments, seed=5, n=3)
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = openai.chat.completions.create(**arguments, seed=5, n=3, **options)
+    texts = [each.choices[0].message.content for each in alone]
+    assert len(set(texts)) == 3
+    assert [(each.index, each.message.content) for each in whole.choices] == list(enumerate(texts))
+    usages = [each.usage for each in alone if each.usage is not None]
+    for usage in (whole.usage, last.usage):
+        assert usage is not None and usage.prompt_tokens == usages[0].prompt_tokens
+        assert usage.completion_tokens == sum(each.completion_tokens for each in usages)
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    shown, ends = [""] * 3, [""] * 3
+    for choice in (chunk.choices[0] for chunk in chunks):
+        assert not ends[choice.index]
+        shown[choice.index] += choice.delta.content or ""
+        ends[choice.index] = choice.finish_reason or ""
+    assert shown == texts and ends == [each.finish_reason for each in whole.choices]
+
+
+def check_completions(base_url: str) -> None:
+    prompt = "Once upon a time 😀"
+    tokens = tokenize(base_url, prompt=prompt)["tokens"]
+    arguments: dict[str, Any] = {"model": model_name(base_url), "seed": 4, "temperature": 0.8, "logprobs": 2}
+    with client(base_url) as openai:
+        whole = openai.completions.create(**arguments, prompt=prompt)
+        by_ids = openai.completions.create(**arguments, prompt=tokens)
+        in_list = openai.completions.create(**{**arguments, "logprobs": None}, prompt=[prompt], echo=True)
+        echoed = openai.completions.create(**{**arguments, "logprobs": None}, prompt=tokens, echo=True)
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = openai.completions.create(**arguments, prompt=prompt, n=2, **options)
+    choice = whole.choices[0]
+    assert whole.object == "text_completion" and whole.id.startswith("cmpl-")
+    assert choice.finish_reason in ("stop", "length")
+    assert whole.usage is not None and 0 < whole.usage.completion_tokens <= 16
+    assert by_ids.choices[0].text == choice.text
+    assert [each.choices[0].text for each in (in_list, echoed)] == [prompt + choice.text] * 2
+    found = choice.logprobs
+    assert (
+        found is not None
+        and found.tokens
+        and found.text_offset
+        and found.top_logprobs
+        and found.token_logprobs
+    )
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+    for token, offset, logprob, top in zip(
+        found.tokens, found.text_offset, found.token_logprobs, found.top_logprobs, strict=True
+    ):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token) or "<" in token
+        assert top[token] == logprob and len(top) in (2, 3)
+    assert {chunk.object for chunk in chunks} == {"text_completion"}
+    first = [each for chunk in chunks for each in chunk.choices if each.index == 0]
+    assert "".join(each.text for each in first) == choice.text
+    assert first[-1].finish_reason == choice.finish_reason
+    streamed = [each.logprobs for each in first if each.logprobs is not None]
+    assert [token for each in streamed for token in each.tokens or ()] == found.tokens
+    assert [offset for each in streamed for offset in each.text_offset or ()] == found.text_offset
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def tokenize(base_url: str, **body: Any) -> dict[str, Any]:
+    with client(base_url) as openai:
+        return dict(openai.post(f"{base_url}/tokenize", body=body, cast_to=dict[str, Any]))
+
+
+def check_tokenizer(base_url: str) -> None:
+    """`/detokenize` gives back what `/tokenize` got; special tokens in a text are text."""
+    for prompt in ("a", " Ünï 😀\n你好 \0<|role_end|>", "x" * 3000):
+        found = tokenize(base_url, prompt=prompt, return_token_strs=True)
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        assert found["max_model_len"] is None or found["max_model_len"] > 0
+        with client(base_url) as openai:
+            body = {"tokens": found["tokens"]}
+            back = openai.post(f"{base_url}/detokenize", body=body, cast_to=dict[str, Any])
+        assert back == {"prompt": prompt}
+    messages = user(text("Say something short."))
+    chat = tokenize(base_url, messages=messages, model=model_name(base_url))
+    assert chat["token_strs"] is None and chat["count"] == len(chat["tokens"])
+    with client(base_url) as openai:
+        version = openai.get(f"{base_url}/version", cast_to=dict[str, Any])
+    assert list(version) == ["version"]
+
+
 def default_voice(base_url: str) -> str:
     with client(base_url) as openai:
         voices = openai.get("/audio/voices", cast_to=dict[str, Any])
@@ -267,4 +396,8 @@ OF_ANY_SERVER = (
     check_streamed_text_and_audio,
     check_unknown_voice,
     check_unknown_model,
+    check_logprobs,
+    check_answers,
+    check_completions,
+    check_tokenizer,
 )

@@ -60,8 +60,11 @@ def test_the_server_understands_every_request(workload: str) -> None:
             10,
         )
         return
-    chat = parse_chat(raw, INFO, options)
-    assert chat.stream and chat.include_usage and chat.sampling.ignore_eos and chat.sampling.max_tokens == 20
+    parsed = parse_chat(raw, INFO, options)
+    chat = parsed.request
+    assert (
+        parsed.stream and parsed.include_usage and chat.sampling.ignore_eos and chat.sampling.max_tokens == 20
+    )
     kinds = [getattr(part, "kind", "text") for part in chat.messages[0].parts]
     assert kinds == {"text": ["text"], "image": ["image", "text"], "clip": ["audio"]}[workload]
     assert (chat.speech is not None) == (workload == "clip")

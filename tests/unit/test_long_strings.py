@@ -113,7 +113,7 @@ def chat(content: Any, **fields: Any) -> bytes:
 
 
 async def load(raw: bytes) -> list[bytes]:
-    messages = await MediaLoader(ServeOptions()).load(parse_chat(raw, INFO, ServeOptions()).messages)
+    messages = await MediaLoader(ServeOptions()).load(parse_chat(raw, INFO, ServeOptions()).request.messages)
     return [part.data for message in messages for part in message.parts if isinstance(part, MediaPart)]
 
 
@@ -134,7 +134,7 @@ def test_long_media_of_every_field_are_read(escape: Any) -> None:
 
 def test_long_texts_are_decoded_up_to_a_limit() -> None:
     text = "Grüße 😀\n" * 20_000
-    (message,) = parse_chat(chat([{"type": "text", "text": text}]), INFO, ServeOptions()).messages
+    (message,) = parse_chat(chat([{"type": "text", "text": text}]), INFO, ServeOptions()).request.messages
     assert message.text == text
     with pytest.raises(RequestError) as caught:
         parse_chat(chat("x" * (MAX_DECODED_BYTES + 1)), INFO, ServeOptions())
@@ -154,10 +154,10 @@ def test_media_do_not_count_towards_the_limit_of_texts() -> None:
         {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode()}},
     ]
     raw = chat(parts)
-    (message,) = parse_chat(raw, INFO, ServeOptions()).messages
+    (message,) = parse_chat(raw, INFO, ServeOptions()).request.messages
     assert message.text == text and asyncio.run(load(raw)) == [data]
     long = "x" * (MAX_DECODED_BYTES - 1000)
-    assert parse_chat(chat(long), INFO, ServeOptions()).messages[0].text == long
+    assert parse_chat(chat(long), INFO, ServeOptions()).request.messages[0].text == long
 
 
 def test_a_long_string_in_any_other_place_is_an_error_that_shows_its_beginning() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
+from mingc.prompts.tools import ToolUse, find_tool_tokens, tool_of
 from mingc.runtime.noise import NoiseSource, PhiloxNoise
 from mingc.runtime.request import (
     AudioDelta,
@@ -26,6 +27,7 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TokenLogprobs,
     Usage,
 )
 from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TokenItem
@@ -36,6 +38,7 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
+from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
@@ -88,6 +91,7 @@ def make_processor(
     speech: FakeSpeechStream | None = None,
     prompt_tokens: int = 1,
     rules: SpeechText = "natural",
+    **more: Any,
 ) -> ChatOutputProcessor:
     return ChatOutputProcessor(
         cast(Detokenizer, detokenizer),
@@ -97,19 +101,50 @@ def make_processor(
         spoken_text=SpokenText(50, rules) if speech else None,
         sample_rate=44100,
         timings=Timings(),
+        **more,
     )
 
 
-def test_thoughts_are_in_the_text_but_not_in_the_speech() -> None:
+@pytest.mark.parametrize("thinking", [False, True])
+def test_thoughts_are_not_in_the_speech_and_with_thinking_not_in_the_text(thinking: bool) -> None:
     words = ["<th", "ink>", "They greet me.", " I shall greet them.", "</thi", "nk>", "\n\nGood ", "morning."]
     speech_stream = FakeSpeechStream()
-    run = make_processor(Words(words), speech=speech_stream)
+    run = make_processor(Words(words), speech=speech_stream, thinking=thinking)
     events = []
     for index in range(len(words)):
         finish = "stop" if index == len(words) - 1 else None
         events += run.accept(TokenItem(token=index, finish=finish))
-    assert "".join(event.text for event in events if isinstance(event, TextDelta)) == "".join(words)
+    kinds = {"text": "", "thought": ""}
+    for event in events:
+        if isinstance(event, TextDelta):
+            kinds[event.kind] += event.text
+    thought, text = "They greet me. I shall greet them.", "Good morning."
+    assert kinds == (
+        {"text": text, "thought": thought} if thinking else {"text": "".join(words), "thought": ""}
+    )
     assert "".join(speech_stream.texts).strip(" .") == "Good morning"
+
+
+def test_what_is_said_before_a_call_is_spoken_while_the_call_is_written() -> None:
+    tokens = find_tool_tokens(tokenizer())
+    assert tokens is not None
+    speech_stream, detokenizer = FakeSpeechStream(), Detokenizer(tokenizer())
+    calls = CallParser(tokens, ToolUse(tools=(tool_of(TOOL),)), detokenizer)
+    run = make_processor(detokenizer, speech=speech_stream, calls=calls)
+
+    def write(*ids: int) -> str:
+        for token in ids:
+            run.accept(TokenItem(token=token, finish=None))
+        return " ".join(text.strip(" .") for text in speech_stream.texts)
+
+    assert write(*encode("One moment")) == ""
+    assert write(tokens.call_start, *encode('{"name": "f", ')) == "One moment"
+    assert write(*encode('"arguments": {"text": "Say it. Now. At once."}}'), tokens.call_end) == "One moment"
+    run.accept(TokenItem(token=encode("\nWait")[-1], finish="stop"))
+    assert len(speech_stream.texts) == 2
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def answer(
@@ -466,3 +501,54 @@ def test_a_token_in_a_speech_request_is_an_error() -> None:
     run = SpeechOutputProcessor(stream, sample_rate=5, timings=Timings())
     with pytest.raises(WorkerError, match="TokenItem"):
         run.accept(TokenItem(token=1, finish=None))
+
+
+LOGPROBS = TokenLogprobs(logprob=-1.0)
+
+
+def answer_of(ids: Sequence[int], stop: tuple[str, ...] = ()) -> tuple[str, list[int], list[TextDelta]]:
+    """Text of an answer, the tokens with log probabilities, and all deltas."""
+    run = make_processor(Detokenizer(tokenizer()), SamplingParams(stop=stop, num_logprobs=0))
+    deltas: list[TextDelta] = []
+    for index, token in enumerate(ids):
+        finish = "length" if index == len(ids) - 1 else None
+        events = run.accept(TokenItem(token=token, finish=finish, logprobs=LOGPROBS))
+        deltas += [event for event in events if isinstance(event, TextDelta)]
+        if run.is_text_done:
+            break
+    return "".join(each.text for each in deltas), [t for each in deltas for t, _ in each.logprobs], deltas
+
+
+def joined(ids: Iterable[int]) -> str:
+    return b"".join(tokenizer().token_bytes(each) or b"" for each in ids).decode(errors="replace")
+
+
+ANY_TOKENS = st.lists(st.integers(0, tokenizer().vocab_size + 3), min_size=1, max_size=40)
+TEXTS = st.text(st.sampled_from("ab <né你😀\n"), min_size=1, max_size=20)
+
+
+@given(ids=ANY_TOKENS | TEXTS.map(tokenizer().encode_plain))
+def test_bytes_of_the_tokens_with_logprobs_are_the_text(ids: list[int]) -> None:
+    text, found, deltas = answer_of(ids)
+    assert found == ids
+    assert joined(found) == text == tokenizer().decode(ids)
+    shown, tokens = "", []
+    for delta in deltas:  # a token comes with the delta that has its text
+        shown, tokens = shown + delta.text, [*tokens, *(token for token, _ in delta.logprobs)]
+        assert joined(tokens).rstrip("\ufffd") == shown.rstrip("\ufffd")
+
+
+@given(text=TEXTS, stop=TEXTS)
+def test_tokens_after_the_start_of_a_stop_string_have_no_logprobs(text: str, stop: str) -> None:
+    ids = tokenizer().encode_plain(text)
+    shown, found, _ = answer_of(ids, (stop,))
+    assert shown == text.partition(stop)[0]
+    assert found == ids[: len(found)] and joined(found).startswith(shown) and bool(found) == bool(shown)
+    pieces = [joined(ids[: index + 1]) for index in range(len(found))]
+    assert not any(piece.startswith(shown) and "\ufffd" not in piece for piece in pieces[:-1])
+
+
+def test_answers_without_logprobs_have_none() -> None:
+    run = make_processor(Detokenizer(tokenizer()))
+    (delta, *_) = run.accept(TokenItem(token=70, finish="length", logprobs=LOGPROBS))
+    assert isinstance(delta, TextDelta) and delta.logprobs == ()

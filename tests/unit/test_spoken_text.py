@@ -180,3 +180,18 @@ def test_speech_begins_with_the_first_clause_of_four_units() -> None:
         "only the first segment ends with a clause"
     )
     assert list(live.finish()) == ["and then, after all of that, talk"]
+
+
+@pytest.mark.parametrize("starts_early", [True, False])
+def test_pieces_do_not_depend_on_where_the_text_is_cut(starts_early: bool) -> None:
+    text = "Well now, this is a rather long sentence, which ends at 3 pm. 还有一句话，说的是别的事。 Let us hear $5.20!"
+    whole = list(spoken_pieces(text, 50, "natural"))
+
+    def pieces(*parts: str) -> list[str]:
+        live = SpokenText(50, "natural", starts_early=starts_early)
+        return [piece for part in parts for piece in live.push(part)] + list(live.finish())
+
+    assert (pieces(text) == whole) is not starts_early, "only then the first clause is a piece"
+    assert pieces(*text) == pieces(text)
+    for cut in range(len(text)):
+        assert pieces(text[:cut], text[cut:]) == pieces(text)

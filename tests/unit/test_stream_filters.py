@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingc.text.stream_filters import StopStrings, ThoughtFilter
+from mingc.text.stream_filters import SpaceAroundCalls, StopStrings, ThoughtSplitter
 
-THOUGHT_CASES = [
-    ("Good morning.", "Good morning."),
-    ("<think>The user greets me.</think>Good morning.", "Good morning."),
-    ("\n <think>\nHm < 3 </ think>?\n</think>\n\nThree.", "\n\nThree."),
-    ("<think></think>Yes.", "Yes."),
-    ("<think>No end", ""),
-    ("<think>Half an end </thi", ""),
-    ("<thin", "<thin"),
-    ("<thinker> is a word.", "<thinker> is a word."),
-    ("The mark <think> opens, </think> closes.", "The mark <think> opens, </think> closes."),
-    ("<think>a</think>Then <think>b</think>.", "Then <think>b</think>."),
-    ("", ""),
+THOUGHT_CASES = [  # answer, its thought, its text
+    ("Good morning.", "", "Good morning."),
+    ("<think>The user greets me.</think>Good morning.", "The user greets me.", "Good morning."),
+    ("\n <think>\nHm < 3 </ think>?\n</think>\n\nThree. ", "Hm < 3 </ think>?", "Three. "),
+    ("<think></think>Yes.", "", "Yes."),
+    ("<think> \n </think> \n", "", ""),
+    ("<think>No end\n", "No end", ""),
+    ("<think>Half an end </thi", "Half an end </thi", ""),
+    ("<thin", "", "<thin"),
+    (" \n", "", " \n"),
+    ("<thinker> is a word.", "", "<thinker> is a word."),
+    ("The mark <think> opens, </think> closes.", "", "The mark <think> opens, </think> closes."),
+    ("<think>a\n\nb</think>Then <think>b</think>.", "a\n\nb", "Then <think>b</think>."),
+    ("", "", ""),
 ]
 
 
@@ -84,25 +86,46 @@ def test_stop_strings_do_not_depend_on_the_split(pieces: list[str], stops: list[
     assert "".join(shown) == cut_at_stop(whole, stops)
 
 
-def spoken(*deltas: str) -> str:
-    thoughts = ThoughtFilter()
-    return "".join([thoughts.push(delta) for delta in deltas]) + thoughts.flush()
+def split(*deltas: str) -> tuple[str, str]:
+    thoughts = ThoughtSplitter()
+    pieces = [*map(thoughts.push, deltas), thoughts.flush()]
+    return "".join(thought for thought, _ in pieces), "".join(text for _, text in pieces)
 
 
-@pytest.mark.parametrize(("text", "expected"), THOUGHT_CASES)
-def test_a_leading_thought_is_removed(text: str, expected: str) -> None:
-    assert spoken(text) == expected
-    assert spoken(*text) == expected
+def pieces_of(text: str, cuts: list[int]) -> list[str]:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(places)]
 
 
 @given(st.sampled_from(THOUGHT_CASES), st.lists(st.integers(0, 60), max_size=6))
-def test_thoughts_do_not_depend_on_the_split(case: tuple[str, str], cuts: list[int]) -> None:
-    text, expected = case
-    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    assert spoken(*(text[a:b] for a, b in itertools.pairwise(places))) == expected
+def test_thoughts_do_not_depend_on_the_split(case: tuple[str, str, str], cuts: list[int]) -> None:
+    whole, thought, text = case
+    assert split(whole) == split(*whole) == split(*pieces_of(whole, cuts)) == (thought, text)
 
 
 def test_an_answer_without_thoughts_passes_immediately() -> None:
-    thoughts = ThoughtFilter()
-    assert thoughts.push("<b>") == "<b>"
-    assert thoughts.push("Good <") == "Good <"
+    thoughts = ThoughtSplitter()
+    assert thoughts.push("<b>") == ("", "<b>")
+    assert thoughts.push("Good <") == ("", "Good <")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),  # None: a call
+    [
+        ([" Hi \n"], " Hi \n"),
+        ([" Hi \n", None, "\n", None, "\n"], " Hi"),
+        (["\n", None, "\n Done. "], "Done."),
+        (["A\n", None, "\nB"], "A\n\nB"),
+        (["\n", None], ""),
+    ],
+)
+def test_white_space_around_calls_is_left_out(parts: list[str | None], expected: str) -> None:
+    for size in (1, 2, 99):
+        space = SpaceAroundCalls()
+        shown = ""
+        for part in parts:
+            if part is None:
+                space.add_call()
+            else:
+                shown += "".join(space.push(part[i : i + size]) for i in range(0, len(part), size))
+        assert shown + space.flush() == expected

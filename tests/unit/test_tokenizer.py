@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from preprocess_data import CHECKPOINT, config, document, talker_tokenizer, tokenizer
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from mingc.errors import IntegrityError
@@ -51,6 +51,30 @@ def test_plain_ids_are_never_added_tokens_and_keep_the_text(pieces: list[str]) -
         ids = each.encode_plain(text)
         assert not added & set(ids)
         assert each.decode(ids, skip_special_tokens=False) == text
+
+
+def test_every_byte_is_a_token_and_special_tokens_have_no_bytes() -> None:
+    """The vocabulary of bytes by the reference's own encoder of byte-level vocabularies."""
+    special = {each["id"] for each in config("tokenizer.json")["added_tokens"] if each["special"]}
+    alphabet = ByteLevel(add_prefix_space=False, use_regex=False)
+    found = set()
+    for token in range(tokenizer().vocab_size):
+        data, name = tokenizer().token_bytes(token), tokenizer().token_name(token)
+        assert (data is None) == (token in special)
+        if data is not None:
+            found.add(data)
+            text = data.decode(errors="replace")
+            if text.encode() == data:
+                assert alphabet.pre_tokenize_str(text)[0][0] == name
+    assert {bytes((byte,)) for byte in range(256)} <= found
+    assert tokenizer().token_bytes(1 << 20) is None and tokenizer().token_name(1 << 20) == ""
+
+
+@given(st.text())
+def test_bytes_of_a_texts_tokens_are_its_utf8(text: str) -> None:
+    ids = tokenizer().encode_plain(text)
+    assert b"".join(tokenizer().token_bytes(each) or b"" for each in ids) == text.encode()
+    assert tokenizer().decode(ids, skip_special_tokens=False) == text
 
 
 def test_a_character_is_returned_whole_with_its_last_token() -> None:

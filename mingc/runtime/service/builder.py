@@ -165,6 +165,7 @@ def _info(
         has_video="video" in ports,
         has_audio_input="audio" in ports,
         has_speech=speech is not None,
+        has_tools=pipeline is not None and pipeline.processor.tool_tokens is not None,
         max_model_len=pipeline.loop.scheduler.max_context if pipeline is not None else None,
         max_total_tokens=pipeline.loop.scheduler.pool.max_tokens if pipeline is not None else None,
         media_limits=_media_limits(chat, media),

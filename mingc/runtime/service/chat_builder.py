@@ -6,16 +6,18 @@ import hashlib
 import logging
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from mingc.artifacts.manifest import Manifest
+from mingc.artifacts.parameters import ThinkerParameters
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder
-from mingc.prompts.tokenizer import load_tokenizer
+from mingc.prompts.tokenizer import TextTokenizer, load_tokenizer
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import AudioEncoder, VisionEncoder
 from mingc.runtime.encoders.loop import EncoderLoop
@@ -30,6 +32,9 @@ from mingc.runtime.thinker.prefill_policy import ChunkedPrefillPolicy
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.scheduler import ThinkerScheduler
 from mingc.runtime.thinker.worker import ThinkerWorker
+
+if TYPE_CHECKING:
+    from mingc.runtime.grammar.compiler import GrammarCompiler
 
 log = logging.getLogger("mingc.startup")
 
@@ -79,6 +84,7 @@ def build_chat(
         audio=audio,
         encoder_cache=cache,
         media=media,
+        grammars=_load_grammars(context, tokenizer, thinker),
         loop=ThinkerLoop(
             runner,
             scheduler,
@@ -88,6 +94,24 @@ def build_chat(
         ),
     )
     return runner if isinstance(runner, RankGroup) else None, chat
+
+
+def _load_grammars(
+    context: BuildContext, tokenizer: TextTokenizer, thinker: ThinkerParameters
+) -> GrammarCompiler | None:
+    """The compiler of constraints; None without llguidance.
+
+    It is made at the start, because it holds Python's lock for half a second with a vocabulary of 157,184 tokens.
+    """
+    try:
+        from mingc.runtime.grammar.compiler import GrammarCompiler
+    except ModuleNotFoundError as error:
+        if error.name != "llguidance":
+            raise
+        log.warning("answers cannot be constrained by schemas: llguidance is missing; pip install llguidance")
+        return None
+    with context.clock.phase("prepare grammars"):
+        return GrammarCompiler(tokenizer, thinker.vocab_size, thinker.stop_token_ids)
 
 
 def _load_vision(

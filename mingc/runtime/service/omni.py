@@ -14,18 +14,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.media_decoder import SpeechSegment
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.prompts.tokenizer import Detokenizer
+from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
+from mingc.prompts.tools import Tool, ToolTokens, ToolUse
 from mingc.prompts.transcription import answer_start, transcription_message
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
     ChatRequest,
+    Done,
     Event,
     MemoryUse,
     Recorder,
@@ -34,10 +37,11 @@ from mingc.runtime.request import (
     ServiceLoad,
     SpeechParams,
     SpeechRequest,
+    TextRequest,
     TranscriptEvent,
     TranscriptionRequest,
 )
-from mingc.runtime.request_stream import EventQueue, FailedItem, RequestStream
+from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TextEndItem, TokenItem
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
@@ -45,6 +49,7 @@ from mingc.runtime.service.output_processor import (
     Timings,
 )
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.service.tool_calls import CallParser, tool_sampling
 from mingc.runtime.service.transcriber import transcribe
 from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.loop import TalkerLoop
@@ -54,6 +59,8 @@ from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
+_NUM_SEEDS = 1 << 64
+_SPOKEN_INLINE = 1000  # characters of a text that are read faster than they are handed to a thread
 
 _T = TypeVar("_T")
 
@@ -213,15 +220,58 @@ class OmniService:
             held.update(loop.held)  # adds: talkers hold the same kinds
         return held
 
-    def chat(self, request: ChatRequest) -> AsyncIterator[Event]:
+    async def chat(self, request: ChatRequest) -> AsyncGenerator[Event]:
         """Events of one answer. See `Service`."""
-        return self.answer(
-            lambda: self.prepare(request.messages, video=request.video, thinking=request.thinking),
-            request.sampling,
+        async with aclosing(self.answers(request)) as answers:
+            async for _, event in answers:
+                yield event
+
+    def answers(self, request: TextRequest) -> AsyncGenerator[tuple[int, Event]]:
+        """Events of all answers. See `Service`."""
+        if not isinstance(request, ChatRequest):
+            return self._answers(
+                lambda: self._prepare(request),
+                request.sampling,
+                None,
+                num_answers=request.num_answers,
+                priority=request.priority,
+            )
+        use, tokens = request.tools, self._chat_pipeline().processor.tool_tokens
+        has_tools = use.tools or any(message.has_tools for message in request.messages)
+        sampling = request.sampling
+        if use.tools and tokens is not None:
+            sampling = tool_sampling(sampling, use, tokens, thinking=request.thinking)
+        return self._answers(
+            lambda: self._prepare(request),
+            sampling,
             request.speech,
+            num_answers=request.num_answers,
             is_live=request.is_live,
             priority=request.priority,
+            calls=(tokens, use) if has_tools and tokens is not None else None,
+            thinking=request.thinking,
         )
+
+    def _prepare(self, request: TextRequest) -> PreparedPrompt:
+        if isinstance(request, ChatRequest):
+            return self.prepare(
+                request.messages, tools=request.tools.tools, video=request.video, thinking=request.thinking
+            )
+        return self._chat_pipeline().processor.prepare_text(request.prompt)
+
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """See `Service`."""
+        return self._chat_pipeline().tokenizer
+
+    async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        if isinstance(prompt, str):
+            processor = self._chat_pipeline().processor
+            return await self._offload(lambda: processor.tokenize(prompt))
+        prepared = await self._offload(lambda: self._prepare(prompt))
+        tokens: list[int] = prepared.tokens.input_ids.tolist()
+        return tokens
 
     async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
         """Events of a transcript. See `Service`.
@@ -251,11 +301,12 @@ class OmniService:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[Tool] = (),
         video: VideoParams | None = None,
         thinking: bool = False,
     ) -> PreparedPrompt:
         """Decode media and build the prompt of a conversation, the input of `answer`. Blocks; runs no engine."""
-        return self._chat_pipeline().processor.prepare(messages, video=video, thinking=thinking)
+        return self._chat_pipeline().processor.prepare(messages, tools=tools, video=video, thinking=thinking)
 
     async def answer(
         self,
@@ -279,6 +330,42 @@ class OmniService:
             speech_text: the rules by which the answer is read; None: the service's.
             is_part: whether the answer belongs to a request that has begun, which goes on while the service closes.
         """
+        answers = self._answers(
+            prepare,
+            sampling,
+            speech_params,
+            noise=noise,
+            recorder=recorder,
+            is_live=is_live,
+            speech_text=speech_text,
+            priority=priority,
+            is_part=is_part,
+        )
+        async with aclosing(answers):
+            async for _, event in answers:
+                yield event
+
+    async def _answers(
+        self,
+        prepare: Callable[[], PreparedPrompt],
+        sampling: SamplingParams,
+        speech_params: SpeechParams | None,
+        *,
+        num_answers: int = 1,
+        noise: NoiseSource | None = None,
+        recorder: Recorder | None = None,
+        is_live: bool = False,
+        speech_text: SpeechText | None = None,
+        priority: int = 0,
+        calls: tuple[ToolTokens, ToolUse] | None = None,
+        thinking: bool = False,
+        is_part: bool = False,
+    ) -> AsyncGenerator[tuple[int, Event]]:
+        """Events of the answers to one prompt, of which only a single one may be spoken. See `answer`.
+
+        `calls`: the tools that they may call; None: tokens of calls are as any special tokens. `thinking`: whether
+        their thoughts are told from their texts.
+        """
         timings = Timings()
         pipeline = self._chat_pipeline()
         speech = self._speech_pipeline() if speech_params is not None else None
@@ -286,7 +373,7 @@ class OmniService:
         with self._begin(is_chat=True, is_part=is_part) as stream:
             speech_stream: SpeechStream | None = None
             spoken_text: SpokenText | None = None
-            job: int | None = None
+            jobs: dict[int, int] = {}  # of the thinker, by answer
             try:
                 if speech is not None and speech_params is not None:
                     speech_params = await self.find_voice(speech_params, "audio.")
@@ -302,8 +389,11 @@ class OmniService:
                         recorder=recorder,
                     )
                     spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
-                prompt, keys, encoded = await self._offload(
-                    lambda: pipeline.prepare(prepare, timings, stream)
+                matchers, (prompt, keys, encoded) = await self._offload(
+                    lambda: (
+                        pipeline.matchers(sampling.constraint, num_answers),
+                        pipeline.prepare(prepare, timings, stream),
+                    )
                 )
                 if encoded:
                     prompt = replace(
@@ -313,26 +403,53 @@ class OmniService:
                         ),
                     )
                 timings.mark("encoded")
-                run = ChatOutputProcessor(
-                    Detokenizer(pipeline.tokenizer),
-                    sampling,
-                    prompt_tokens=len(prompt.input_ids),
-                    speech_stream=speech_stream,
-                    spoken_text=spoken_text,
-                    sample_rate=self.info.sample_rate,
-                    timings=timings,
-                )
-                job = pipeline.loop.submit(
-                    prompt, sampling, sampling_seed, stream.put, keys=keys, recorder=recorder
-                )
-                while not run.is_done:
-                    for event in run.accept(await stream.get()):
-                        yield event
-                    if run.is_text_done and job is not None:
-                        pipeline.loop.cancel(job)  # a stop string ended the answer; the thinker still runs
-                        job = None
+                detokenizers = [Detokenizer(pipeline.tokenizer) for _ in range(num_answers)]
+                runs = [
+                    ChatOutputProcessor(
+                        detokenizer,
+                        sampling,
+                        prompt_tokens=len(prompt.input_ids),
+                        speech_stream=speech_stream,
+                        spoken_text=spoken_text,
+                        sample_rate=self.info.sample_rate,
+                        timings=timings.copy(),
+                        calls=None if calls is None else CallParser(*calls, detokenizer),
+                        thinking=thinking,
+                    )
+                    for detokenizer in detokenizers
+                ]
+
+                def submit(answer: int) -> None:
+                    jobs[answer] = pipeline.loop.submit(
+                        prompt,
+                        sampling,
+                        (sampling_seed + answer) % _NUM_SEEDS,
+                        partial(_put, stream, answer) if answer else stream.put,
+                        keys=keys,
+                        recorder=recorder,
+                        matcher=matchers[answer],
+                    )
+
+                submit(0)
+                begun = 1
+                while not all(run.is_done for run in runs):
+                    item = await stream.get()
+                    answer = item.answer if isinstance(item, TokenItem) else 0
+                    for event in runs[answer].accept(item):
+                        yield answer, _counting_the_prompt_once(event) if answer else event
+                    if runs[answer].is_text_done and answer in jobs:
+                        pipeline.loop.cancel(jobs.pop(answer))  # after a stop string, the thinker still runs
+                    # By its first token the prefix cache has the pages of the prompt.
+                    while begun < num_answers:
+                        try:
+                            submit(begun)
+                        except CapacityError:
+                            if not jobs:
+                                raise
+                            break  # another answer of this request makes room for it
+                        begun += 1
             finally:
-                if job is not None:
+                for job in jobs.values():
                     pipeline.loop.cancel(job)
                 if speech_stream is not None:
                     speech_stream.close()
@@ -419,6 +536,69 @@ class OmniService:
             return params
         return await self._voices().resolve(params, self._offload, prefix=prefix)
 
+    async def stream_speech(
+        self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
+    ) -> AsyncGenerator[Event]:
+        """Events of the speech of a text that is still being written. See `Service`."""
+        timings = Timings()
+        speech = self._speech_pipeline()
+        spoken = SpokenText(speech.max_segment_length, speech.speech_text, starts_early=starts_early)
+        with self._begin(is_chat=False) as stream:
+            params = await self.find_voice(request.speech)
+            speech_stream = self._open_speech_stream(
+                speech,
+                params,
+                stream,
+                params.seed,
+                None,
+                is_live=request.is_live,
+                priority=request.priority,
+                recorder=None,
+            )
+
+            failure: Exception | None = None
+
+            async def read() -> None:
+                """Queue the segments."""
+                nonlocal failure
+                unread = 0  # characters, at most, from which no segment has come yet
+                try:
+                    async for delta in deltas:
+                        unread += len(delta)
+                        before = speech_stream.num_segments
+                        await speak(spoken.push(delta), unread)
+                        if speech_stream.num_segments > before:
+                            unread = 0
+                    await speak(spoken.finish(), unread)
+                    if not speech_stream.num_segments:
+                        raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
+                    stream.put(TextEndItem())
+                except Exception as error:
+                    failure = error
+                    stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
+
+            async def speak(pieces: Iterable[str], num_characters: int) -> None:
+                if num_characters <= _SPOKEN_INLINE:
+                    speech_stream.enqueue(pieces)
+                else:
+                    await self._offload(lambda: speech_stream.enqueue(pieces))
+
+            reading = asyncio.ensure_future(read())
+            try:
+                run = SpeechOutputProcessor(
+                    speech_stream, sample_rate=self.info.sample_rate, timings=timings, is_text_done=False
+                )
+                while not run.is_done:
+                    item = await stream.get()
+                    if failure is not None:
+                        raise failure
+                    for event in run.accept(item):
+                        yield event
+            finally:
+                speech_stream.close()  # before the wait, which a second cancellation may end
+                reading.cancel()
+                await asyncio.wait((reading,))
+
     async def close(self, *, shutdown_timeout_s: float) -> None:
         """See `Service`. Calling it again does nothing."""
         if self._is_closing:
@@ -470,6 +650,8 @@ class OmniService:
         ):
             if media is not None:
                 media.close()
+        if self._chat is not None and self._chat.grammars is not None:
+            self._chat.grammars.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _chat_pipeline(self) -> ChatPipeline:
@@ -543,3 +725,15 @@ class OmniService:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._num_offloaded -= 1
+
+
+def _put(stream: RequestStream, answer: int, item: Item) -> None:
+    """Pass on an item of a later answer."""
+    stream.put(replace(item, answer=answer) if isinstance(item, TokenItem) else item)
+
+
+def _counting_the_prompt_once(event: Event) -> Event:
+    """An event of a later answer."""
+    if not isinstance(event, Done):
+        return event
+    return replace(event, usage=replace(event.usage, prompt_tokens=0, cached_tokens=0))

@@ -23,13 +23,16 @@ from mingc.runtime.request import (
     SpeechParams,
     TextDelta,
     TextDone,
+    TextKind,
+    TokenLogprobs,
     Usage,
 )
-from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TokenItem
+from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TextEndItem, TokenItem
+from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpokenText
-from mingc.text.stream_filters import StopStrings
+from mingc.text.stream_filters import SpaceAroundCalls, StopStrings, ThoughtSplitter
 
 
 class Timings:
@@ -47,8 +50,50 @@ class Timings:
         if name not in self._moments and at is not None:
             self._moments[name] = round((at - self._start) * 1000, 3)
 
+    def copy(self) -> Timings:
+        """The same moments, for a further answer of the request."""
+        copied = Timings()
+        copied._start, copied._moments = self._start, dict(self._moments)
+        return copied
+
     def to_dict(self) -> dict[str, float]:
         return dict(self._moments)
+
+
+Entries = tuple[tuple[int, TokenLogprobs], ...]
+
+
+class LogprobQueue:
+    """Log probabilities of the tokens of one answer that wait for their text, which stop strings may hold back.
+
+    A token goes with the first delta that has a part of its text. A half character, and a special token, which has no
+    text, go with the next token.
+    """
+
+    def __init__(self) -> None:
+        self._num_characters = 0  # of all tokens
+        self._without_text: Entries = ()
+        self._waiting: deque[tuple[int, Entries]] = deque()  # before them come so many characters
+
+    def push(self, token: int, logprobs: TokenLogprobs, text: str) -> None:
+        """Add a token, which completes `text`."""
+        self._without_text += ((token, logprobs),)
+        if text:
+            self._waiting.append((self._num_characters, self._without_text))
+            self._num_characters += len(text)
+            self._without_text = ()
+
+    def take(self, num_characters: int, *, is_complete: bool) -> Entries:
+        """The tokens that go with the text that ends after `num_characters`.
+
+        `is_complete`: all text is shown, so that no token waits any longer.
+        """
+        taken: Entries = ()
+        while self._waiting and self._waiting[0][0] < num_characters:
+            taken += self._waiting.popleft()[1]
+        if is_complete:
+            taken, self._without_text = taken + self._without_text, ()
+        return taken
 
 
 class SpeechStream:
@@ -80,7 +125,7 @@ class SpeechStream:
         self._noise = noise
         self._request_stream = stream
         self._limit = max_pending_patches
-        self._num_segments = 0
+        self.num_segments = 0
         self._num_ended = 0
         self._texts: deque[str] = deque()  # of the segments that have not begun
         self._has_begun = False  # whether some but not all patches of a segment are consumed
@@ -101,13 +146,13 @@ class SpeechStream:
     @property
     def is_finished(self) -> bool:
         """Whether all enqueued segments have been generated."""
-        return self._num_ended == self._num_segments
+        return self._num_ended == self.num_segments
 
     def enqueue(self, texts: Iterable[str]) -> None:
         """Queue normalised pieces of text after the segments already queued."""
         for text in texts:
-            segment = self._planner.segment(text, self._num_segments, self._params, self._noise)
-            self._num_segments += 1
+            segment = self._planner.segment(text, self.num_segments, self._params, self._noise)
+            self.num_segments += 1
             self._texts.append(text)
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
@@ -131,9 +176,12 @@ class SpeechStream:
 
 
 class ChatOutputProcessor:
-    """Events of one chat answer: its text, and its speech if a speech stream is given.
+    """Events of one chat answer: thought, text and calls, and the speech of its text if a speech stream is given.
 
-    `spoken_text` gives the pieces for `speech_stream`; either both are None or neither.
+    Args:
+        spoken_text: gives the pieces for `speech_stream`; either both are None or neither.
+        calls: finds calls of tools; None: tokens of calls are as any special tokens.
+        thinking: whether a thought at the beginning is told from the text.
     """
 
     def __init__(
@@ -146,8 +194,13 @@ class ChatOutputProcessor:
         spoken_text: SpokenText | None,
         sample_rate: int,
         timings: Timings,
+        calls: CallParser | None = None,
+        thinking: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
+        self._calls = calls
+        self._space = None if calls is None else SpaceAroundCalls()
+        self._thoughts = ThoughtSplitter() if thinking else None
         self._stops = StopStrings(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._prompt_tokens = prompt_tokens
@@ -156,6 +209,8 @@ class ChatOutputProcessor:
         self._spoken_text = spoken_text
         self._sample_rate = sample_rate
         self._timings = timings
+        self._logprobs = None if sampling.num_logprobs is None else LogprobQueue()
+        self._num_shown = 0  # characters
         self._finish: FinishReason | None = None
         self.is_done = False
 
@@ -181,26 +236,99 @@ class ChatOutputProcessor:
 
     def _accept_token(self, item: TokenItem) -> list[Event]:
         self._reused_tokens = item.reused_tokens
-        text, is_stopped = "", False
         if item.token is not None:
             self._completion_tokens += 1
             self._timings.mark_at("prefill", item.begun_at)
             self._timings.mark("first_token")
-            text, is_stopped = self._find_stop(self._detokenizer.push(item.token))
+        was_open = self._calls is not None and self._calls.is_open
+        text, calls, is_stopped = self._read(item)
+        is_end = item.finish is not None or is_stopped
+        is_call = self._calls is not None and item.token is not None and (was_open or self._calls.is_open)
+        self._num_shown += len(text)
+        logprobs: Entries = ()
+        if self._logprobs is not None:
+            is_complete = is_call or (item.finish is not None and not is_stopped)
+            logprobs = self._logprobs.take(self._num_shown, is_complete=is_complete)
+        deltas = self._text_events(
+            text, item.token, logprobs, is_call=is_call, ends_text=is_end or is_call, is_end=is_end
+        )
+        events: list[Event] = [*deltas, *calls]
+        if is_end:
+            finish = "stop" if is_stopped else item.finish or "stop"
+            has_calls = self._calls is not None and self._calls.is_successful
+            self._finish = "tool_calls" if finish == "stop" and has_calls else finish
+            self._timings.mark("text_done")
+            events.append(TextDone(finish_reason=self._finish))
+        return events
+
+    def _read(self, item: TokenItem) -> tuple[str, list[Event], bool]:
+        """Returns the text that a token completes, the events of its call, and whether the answer ends with it."""
+        text, is_stopped = "", False
+        events: list[Event] = []
+        calls = self._calls
+        if item.token is not None and calls is not None and calls.takes(item.token):
+            if not calls.is_open:
+                text, is_stopped = self._end_text()
+            if not is_stopped:
+                self._add_logprobs(item, "")
+                events += calls.push(item.token)
+                is_stopped = calls.ends_answer
+        elif item.token is not None:
+            piece = self._detokenizer.push(item.token)
+            self._add_logprobs(item, piece)
+            text, is_stopped = self._find_stop(piece)
         if item.finish is not None and not is_stopped:
-            rest, is_stopped = self._find_stop(self._detokenizer.flush())
-            text += rest + ("" if is_stopped else self._stops.flush())
+            if calls is not None and calls.is_open:
+                events += calls.finish()
+            else:
+                rest, is_stopped = self._end_text()
+                text += rest
+        return text, events, is_stopped
+
+    def _add_logprobs(self, item: TokenItem, piece: str) -> None:
+        if self._logprobs is not None and item.token is not None and item.logprobs is not None:
+            self._logprobs.push(item.token, item.logprobs, piece)
+
+    def _end_text(self) -> tuple[str, bool]:
+        """The text that is held back before a call or the end. See `_find_stop`."""
+        text, is_stopped = self._find_stop(self._detokenizer.flush())
+        return text + ("" if is_stopped else self._stops.flush()), is_stopped
+
+    def _text_events(
+        self,
+        text: str,
+        token: int | None,
+        logprobs: Entries,
+        *,
+        is_call: bool,
+        ends_text: bool,
+        is_end: bool,
+    ) -> list[Event]:
+        """Separate thought and text, and speak the text. The first event has the token."""
+        thought = ""
+        if self._thoughts is not None:
+            thought, text = self._thoughts.push(text)
+            if ends_text:
+                rest = self._thoughts.flush()
+                thought, text = thought + rest[0], text + rest[1]
+        if self._space is not None:
+            text = self._space.push(text)
+            if is_call:
+                self._space.add_call()
+            if is_end:
+                text += self._space.flush()
         if self._spoken_text is not None:
             self._speak(self._spoken_text.push(text))
-        events: list[Event] = []
-        if text or item.token is not None:
-            events.append(TextDelta(text=text, token=item.token))
-        if item.finish is not None or is_stopped:
-            self._finish = "stop" if is_stopped else item.finish
-            if self._spoken_text is not None:
+            if ends_text:  # what is said before a call is spoken while the call is written
                 self._speak(self._spoken_text.finish())
-            self._timings.mark("text_done")
-            events.append(TextDone(finish_reason=self._finish or "stop"))
+        events: list[Event] = []
+        is_thinking = self._thoughts is not None and self._thoughts.is_thinking and not is_call
+        if thought or (token is not None and is_thinking and not text):
+            events.append(TextDelta(text=thought, token=token, kind="thought", logprobs=logprobs))
+            token, logprobs = None, ()
+        if text or logprobs or token is not None:
+            kind: TextKind = "call" if is_call and not text else "text"
+            events.append(TextDelta(text=text, token=token, kind=kind, logprobs=logprobs))
         return events
 
     def _find_stop(self, text: str) -> tuple[str, bool]:
@@ -221,29 +349,40 @@ class ChatOutputProcessor:
                 cached_tokens=self._reused_tokens,
             ),
             timings_ms=self._timings.to_dict(),
-            has_nothing_to_speak=self._speech_stream is not None and not self._speech_stream.num_patches,
+            has_nothing_to_speak=self._speech_stream is not None
+            and not self._speech_stream.num_patches
+            and self._finish != "tool_calls",
         )
 
 
 class SpeechOutputProcessor:
-    """Events of one speech request, whose segments are all queued at the start."""
+    """Events of one speech request. Its segments are all queued at the start, or until a `TextEndItem`."""
 
-    def __init__(self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings) -> None:
+    def __init__(
+        self, speech_stream: SpeechStream, *, sample_rate: int, timings: Timings, is_text_done: bool = True
+    ) -> None:
         self._speech_stream = speech_stream
         self._sample_rate = sample_rate
         self._timings = timings
+        self._is_text_done = is_text_done
         self.is_done = False
 
     def accept(self, item: Item) -> list[Event]:
         """See `ChatOutputProcessor.accept`."""
-        if isinstance(item, FailedItem):
-            raise item.error
-        if not isinstance(item, AudioDelta):
-            raise WorkerError(f"a speech request received {type(item).__name__}")
-        self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
-        self._timings.mark("first_audio")
-        events: list[Event] = [self._speech_stream.consume(item)]
-        if self._speech_stream.is_finished:
+        events: list[Event] = []
+        match item:
+            case FailedItem():
+                raise item.error
+            case TextEndItem():
+                self._is_text_done = True
+                self._timings.mark("text_done")
+            case AudioDelta():
+                self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
+                self._timings.mark("first_audio")
+                events.append(self._speech_stream.consume(item))
+            case _:
+                raise WorkerError(f"a speech request received {type(item).__name__}")
+        if self._is_text_done and self._speech_stream.is_finished:
             self.is_done = True
             self._timings.mark("done")
             events.append(

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mingc.errors import RequestError
 from mingc.prompts.chat import ChatProcessor
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.media_decoder import MediaDecoder
@@ -22,6 +24,7 @@ from mingc.runtime.encoders import host_tensors
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.loop import EncoderLoop
 from mingc.runtime.encoders.media_ids import media_digests, media_ids
+from mingc.runtime.request import Constraint
 from mingc.runtime.request_stream import RequestStream
 from mingc.runtime.service.output_processor import Timings
 from mingc.runtime.service.voices import Voices
@@ -29,6 +32,10 @@ from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.text.spoken import SpeechText
+
+if TYPE_CHECKING:
+    from mingc.runtime.grammar.compiler import GrammarCompiler
+    from mingc.runtime.grammar.matcher import GrammarMatcher
 
 Encoded = dict[int, list[Future[Tensor]]]  # by `embed_kind`, in the order of `MediaFeatures`
 
@@ -43,7 +50,8 @@ class ChatPipeline:
     audio: EncoderLoop[AudioFeatures] | None
     loop: ThinkerLoop
     encoder_cache: EncoderCache | None = None  # both encoders share it
-    media: MediaDecoder | None = None  # the service closes it
+    media: MediaDecoder | None = None  # the service closes it, and `grammars`
+    grammars: GrammarCompiler | None = None  # None without its library
 
     def prepare(
         self, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
@@ -71,6 +79,19 @@ class ChatPipeline:
                 ids = media_ids(prompt.embed_kind, media, digests, merge_size=self.processor.merge_size)
                 prompt = replace(prompt, media_ids=ids)
         return prompt, self.loop.page_keys(prompt), encoded
+
+    def matchers(self, constraint: Constraint | None, count: int) -> Sequence[GrammarMatcher | None]:
+        """A matcher for each answer. Blocks. Raises: RequestError when the answers cannot be constrained so."""
+        if constraint is None:
+            return [None] * count
+        if self.grammars is None:
+            raise RequestError(
+                f"'{constraint.param}' is not supported: this server has no llguidance, which constrains answers",
+                fix="leave it out, or run pip install llguidance where the server runs",
+                param=constraint.param,
+                code="unsupported_parameter",
+            )
+        return self.grammars.compile(constraint, count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

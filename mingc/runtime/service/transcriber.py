@@ -63,7 +63,7 @@ async def transcribe(
                 yield TranscriptDelta(text=shown)
             if isinstance(item, Exception):
                 raise item
-            usage = usage.plus(item.usage)
+            usage += item.usage
             audio_tokens += item.audio_tokens
             yield item
             places.release()

@@ -253,8 +253,9 @@ class Voices:
             )
         if not sample.transcript or not sample.transcript.strip():
             raise RequestError("the recording of a voice needs its words: send 'ref_text'", param="ref_text")
-        task = MediaTask(kind="voice", where=sample.where, max_bytes=media.max_bytes)
-        clip = await offload(lambda: media.run(task, sample.recording))
+        task, data = MediaTask(kind="voice", where=sample.where, max_bytes=media.max_bytes), sample.recording
+        assert isinstance(data, bytes), "recordings are loaded"
+        clip = await offload(lambda: media.run(task, data))
         assert isinstance(clip, VoiceClip), "the task of a voice has a clip"
         return await self._encode(clip, None, sample.transcript.strip(), offload)
 
@@ -332,6 +333,7 @@ class Voices:
 def _key(sample: VoiceSample) -> bytes:
     """Differs for samples whose voices differ: a hash of the content, never of a name."""
     digest = hashlib.sha256(np.asarray(sample.vector, np.float64).tobytes())
+    assert isinstance(sample.recording, bytes), "recordings are loaded"
     for part in ((sample.transcript or "").encode(), sample.recording):
         digest.update(hashlib.sha256(part).digest())
     return digest.digest()

@@ -10,6 +10,7 @@ import torch
 
 from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.step import DecodeStep, PrefillStep
@@ -60,8 +61,10 @@ def measure_step_latencies(worker: ThinkerWorker) -> StepLatencyModel:
             positions=np.zeros(size, np.int64),
             lengths=np.ones(size, np.int64),
             pages=np.zeros((size, 1), np.int64),
+            slots=np.zeros(size, np.int64),
+            sampling=np.zeros((size, NUM_COLUMNS)),
         )
-        return lambda: worker.decode(step)
+        return lambda: (worker.launch_decode if worker.samples_on_device else worker.decode)(step)
 
     return StepLatencyModel(
         chunks=tuple((size, _call_ms(chunk(size), worker.device)) for size in sizes),

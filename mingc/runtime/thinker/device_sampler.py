@@ -1,6 +1,7 @@
 """Sampling on the device: the state of each slot, and the rules of a request as numbers that a step reads.
 
 The rules, their order and the uniform number of each token follow the reference, `mingc.runtime.thinker.sampler`.
+Rules that few requests have are edits of their rows (`logit_edits`), launched between the layers and the sampling.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from mingc.kernels.sample_tokens import MAX_BANNED, sample_greedy, sort_and_samp
 from mingc.runtime.distributed.process_group import broadcast_from_rank0_
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.request import SamplingParams
-from mingc.runtime.thinker.step import PrefillStep
+from mingc.runtime.thinker.logit_edits import LogitEdits, edit_logits, upload
+from mingc.runtime.thinker.step import Ints, PrefillStep
 
 log = logging.getLogger("mingc.engine")
+
+_MAX_COUNT = 32767  # of int16
 
 
 class DeviceSampler:
     """Samples tokens. Holds for each slot the last sampled token, and which tokens occur in prompt and answer.
 
-    A CUDA graph may capture all methods but `mark_skipped`. Their `inputs` have `slots` (B,); padding has slot 0.
+    Also how often each token occurs in the answer, for requests whose logits are edited at every token.
+
+    A CUDA graph may capture all methods with `inputs`, which have `slots` (B,); padding has slot 0.
 
     Args:
         graph: graph `sample` of the artifact; None: sampling sorts the vocabulary.
@@ -38,6 +44,7 @@ class DeviceSampler:
         self._device = device
         self._last = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._seen = torch.zeros(num_slots, vocab_size, dtype=torch.bool, device=device)
+        self._counts = torch.zeros(num_slots, vocab_size, dtype=torch.int16, device=device)
         self._yes = torch.ones((), dtype=torch.bool, device=device)
 
     def mark_skipped(self, step: PrefillStep) -> None:
@@ -50,10 +57,7 @@ class DeviceSampler:
                 seen = self._seen[slot]
                 if count == start:
                     seen.zero_()  # forget the earlier request of the slot
-                ids = torch.from_numpy(step.skipped_ids[end - count : end])
-                if self._device.type == "cuda":
-                    ids = ids.pin_memory()  # so that the copy does not wait for earlier steps
-                seen.index_fill_(0, ids.to(self._device, non_blocking=True), True)
+                seen.index_fill_(0, upload(step.skipped_ids[end - count : end], self._device), True)
 
     def mark_chunk(self, inputs: Mapping[str, Tensor]) -> None:
         """Mark the tokens of a chunk as seen, for repetition penalties. Clears the marks of prompts that start here."""
@@ -68,6 +72,29 @@ class DeviceSampler:
         ids = torch.where(ids >= 0, ids, self._last.index_select(0, slots))
         self._seen.index_put_((slots, ids), self._yes)
         return ids
+
+    def begin_counts(self, slots: Ints, answers: Sequence[Ints]) -> None:
+        """Count the tokens of the answers so far."""
+        for slot, answer in zip(slots, answers, strict=True):
+            row = self._counts[slot].zero_()
+            if len(answer):
+                ids, counts = np.unique(answer, return_counts=True)
+                counted = upload(counts.clip(max=_MAX_COUNT).astype(np.int16), self._device)
+                row.index_copy_(0, upload(ids, self._device), counted)
+
+    def edit_(self, logits: Tensor, rows: Tensor, slots: Tensor, edits: LogitEdits) -> None:
+        """Edit `rows` (k,) of `logits` in place, whose requests have `slots` (k,)."""
+        has_penalties = edits.penalties is not None
+        seen = self._seen.index_select(0, slots) if has_penalties else None
+        counts = self._counts.index_select(0, slots) if has_penalties else None
+        logits.index_copy_(0, rows, edit_logits(logits.index_select(0, rows), edits, seen, counts))
+
+    def count(self, tokens: Tensor, slots: Tensor) -> None:
+        """Count sampled tokens (k,) of the answers of `slots` (k,)."""
+        flat = self._counts.view(-1)
+        places = slots * self._counts.shape[1] + tokens.clamp_min(0)
+        counts = flat.index_select(0, places)
+        flat.index_copy_(0, places, counts + (counts < _MAX_COUNT).to(counts.dtype))
 
     def sample(self, logits: Tensor, inputs: Mapping[str, Tensor], *, is_random: bool) -> Tensor:
         """Sample tokens (B,) from `logits` (B, V), the same on all ranks; they become the last tokens of `slots`."""
@@ -86,8 +113,10 @@ class DeviceSampler:
         return sampled
 
 
-def sampling_columns(params: SamplingParams, point: float, banned: Sequence[int] = ()) -> tuple[float, ...]:
-    """One row of `sampling`, in numbers that float32 represents exactly.
+def sampling_columns(
+    params: SamplingParams, point: float, banned: Sequence[int] = (), *, is_edited: bool = False
+) -> tuple[float, ...]:
+    """One row of `sampling`, in numbers that float32 represents exactly. Edits include the repetition penalty.
 
     The columns are temperature, top_k, top_p, min_p, repetition penalty and uniform number, then every banned token
     plus one, padded with 0.
@@ -97,7 +126,7 @@ def sampling_columns(params: SamplingParams, point: float, banned: Sequence[int]
         float(params.top_k),
         params.top_p,
         params.min_p,
-        params.repetition_penalty,
+        1.0 if is_edited else params.repetition_penalty,
         point,
         *(float(token + 1) for token in banned),
         *(0.0,) * (MAX_BANNED - len(banned)),

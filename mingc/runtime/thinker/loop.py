@@ -6,6 +6,10 @@ its inputs, calls the worker or rank group, and passes tokens through `emit` to 
 Async scheduling: a runner that samples on the device also samples the first token of an answer there, and this loop
 launches the next step before the host knows the tokens of the previous one. For a request that has ended by then, one
 surplus token is computed and discarded. With other runners the host samples between steps.
+
+What a constrained answer allows next depends on its last token. So the layers of a step with such an answer are
+launched first; while they run, the host collects the last tokens, lets the matchers fill their masks, and launches the
+sampling. The device waits for neither.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,11 +34,20 @@ from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.request import FinishReason, Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item
+from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions, top_logprobs
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
-from mingc.runtime.thinker.running_chat import RunningChat, decode_step, prefill_step, sampling_rows
+from mingc.runtime.thinker.running_chat import (
+    Masks,
+    RunningChat,
+    decode_step,
+    prefill_step,
+    sample_options,
+    sampling_rows,
+)
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
+from mingc.runtime.thinker.token_matcher import MaskWords, TokenMatcher, full_mask
 from mingc.runtime.thinker.worker import LaunchedTokens
 
 log = logging.getLogger("mingc.engine")
@@ -56,9 +69,11 @@ class StepRunner(Protocol):
 
     def decode(self, step: DecodeStep) -> Tensor: ...
 
-    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens: ...
+    def launch_sampling(self, step: SampleStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens: ...
 
-    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens: ...
+    def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens: ...
+
+    def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +116,7 @@ class ThinkerLoop(EngineThread):
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._prefix_salt = prefix_salt
+        self._vocabulary = full_mask(vocab_size)
         self._requests: dict[int, RunningChat] = {}
         self._ids = itertools.count(1)
         self._slots = SlotPool(scheduler.max_running + 1)
@@ -152,11 +168,12 @@ class ThinkerLoop(EngineThread):
         *,
         keys: Sequence[bytes] | None = None,
         recorder: Recorder | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> int:
         """Queue a request. Returns its id for `cancel`. The thinker's thread calls `emit`.
 
         `keys` are the `page_keys` of the prompt; without them it neither reuses nor publishes pages. `recorder` gets
-        the logits of every token.
+        the logits of every token. `matcher` constrains the answer; it serves no other request.
 
         Raises: RequestError when the prompt exceeds the context, CapacityError when the queue is full,
             WorkerError when the loop has failed or is stopping.
@@ -173,24 +190,27 @@ class ThinkerLoop(EngineThread):
             self._check_healthy()
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
-            self._requests[request] = RunningChat(prompt, max_tokens, row, emit, recorder, keys)
+            self._requests[request] = RunningChat(prompt, max_tokens, row, emit, recorder, keys, matcher)
             self._notify()
         return request
 
     def _stop_ids_of(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Tokens that end an answer. Raises: RequestError for ids that the model lacks, or too many."""
-        for index, token in enumerate(sampling.stop_token_ids):
+        named = {f"stop_token_ids[{index}]": token for index, token in enumerate(sampling.stop_token_ids)}
+        named.update((f"logit_bias.{token}", token) for token, _ in sampling.logit_bias)
+        for param, token in named.items():
             if not 0 <= token < self._vocab_size:
                 raise RequestError(
                     f"token {token} is not one of the model's {self._vocab_size}",
                     fix="leave it out",
-                    param=f"stop_token_ids[{index}]",
+                    param=param,
                     code="invalid_value",
                 )
         ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._stop_ids)}
-        if len(ids) > MAX_BANNED:
+        most = MAX_BANNED - len({*sampling.banned_tokens} - ids)
+        if len(ids) > most:
             raise RequestError(
-                f"{len(ids)} tokens would end the answer, the model's own included; the limit is {MAX_BANNED}",
+                f"{len(ids)} tokens would end the answer, the model's own included; the limit is {most}",
                 fix="send fewer",
                 param="stop_token_ids",
                 code="invalid_value",
@@ -273,18 +293,21 @@ class ThinkerLoop(EngineThread):
         ended = [each.request for each in chunk.ended]
         rows = np.array([self._chunk_requests.index(each) for each in ended], np.int64)
         is_sampled = bool(ended) and self.runner.samples_on_device
+        chats = [self._requests[each] for each in ended]
+        masks = self._fill_masks(ended, chats) if is_sampled else []
         step = replace(
             self._chunk_step,
             embeds=self._chunk_step.embeds if chunk.first_group == 0 else None,
             first_group=chunk.first_group,
             end_group=chunk.end_group,
             ended=rows if is_sampled else None,
-            sampling=sampling_rows([self._requests[each] for each in ended]) if is_sampled else None,
+            sampling=sampling_rows(chats, masks) if is_sampled else None,
         )
         try:
             if is_sampled:
-                launched = self.runner.launch_prefill(step, with_logits=self._are_recorded(ended))
-                self._add_launched(ended, launched, 0)
+                options = sample_options(chats, masks, is_first=True)
+                launched = self.runner.launch_prefill(step, options=options)
+                self._add_launched(zip(ended, chats, strict=True), launched, self._pending_prefill_at, 0)
                 return None
             logits = self.runner.prefill(step)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
@@ -302,24 +325,73 @@ class ThinkerLoop(EngineThread):
         self._sample(requests, logits)
 
     def _launch_and_collect(self, requests: Sequence[int], num_uncollected: int) -> None:
-        """Launch the next token of `requests`, then collect the `num_uncollected` calls of earlier steps."""
+        """Launch the next token of `requests`, and collect the `num_uncollected` calls of earlier steps.
+
+        Collects them before the sampling is launched if an answer is constrained.
+        """
         launchable = [request for request in requests if self._requests[request].is_launchable]
         try:
             if launchable:
-                step = self._decode_step(launchable)
-                launched = self.runner.launch_decode(step, with_logits=self._are_recorded(launchable))
-                self._add_launched(launchable, launched, len(launchable))
+                chats = [self._requests[request] for request in launchable]
+                step, at = self._decode_step(launchable), time.perf_counter()
+                masks: Masks = [None] * len(chats)
+                if any(chat.matcher is not None for chat in chats):
+                    assert step.slots is not None, "the device samples"
+                    self.runner.decode(replace(step, sampling=None))
+                    for _ in range(num_uncollected):
+                        self._collect()
+                    num_uncollected = 0
+                    masks = self._fill_masks(launchable, chats)
+                    sampling = SampleStep(slots=step.slots, sampling=sampling_rows(chats, masks))
+                    options = sample_options(chats, masks, is_first=False)
+                    launched = self.runner.launch_sampling(sampling, options=options)
+                else:
+                    options = sample_options(chats, masks, is_first=False)
+                    launched = self.runner.launch_decode(step, options=options)
+                self._add_launched(zip(launchable, chats, strict=True), launched, at, len(launchable))
             for _ in range(num_uncollected):
                 self._collect()
         except Exception as error:
             # The device reports errors late, so any of the launched calls may have failed.
             affected = {*launchable} | {request for each in self._launched for request, _ in each.rows}
             self._launched.clear()
-            self._fail_step([request for request in affected if request in self._requests], error)
+            self._fail_step(affected, error)
 
-    def _add_launched(self, requests: Sequence[int], launched: LaunchedTokens, num_decoding: int) -> None:
-        rows = [(request, self._requests[request]) for request in requests]
-        at = self._pending_prefill_at if self._pending_prefill_ms else time.perf_counter()
+    def _fill_masks(self, requests: Sequence[int], chats: Sequence[RunningChat]) -> Masks:
+        """What the constraints allow next. A matcher that raises fails its request; so do masks without a token."""
+        masks: list[MaskWords | None] = []
+        for request, chat in zip(requests, chats, strict=True):
+            mask = None
+            if chat.matcher is not None and self._requests.get(request) is chat:
+                try:
+                    if chat.matcher.is_active:
+                        mask = np.zeros_like(self._vocabulary)
+                        chat.matcher.fill(mask)
+                        mask &= self._vocabulary
+                        if not mask.any():
+                            raise WorkerError("the constraint of the answer allows no token", where="thinker")
+                except Exception as error:
+                    self._fail_constraint(request, error)
+                    mask = None
+            masks.append(mask)
+        return masks
+
+    def _fail_constraint(self, request: int, error: Exception) -> None:
+        log.error("the constraint of an answer failed", exc_info=error)
+        if not isinstance(error, ServeError):
+            error = WorkerError(f"the constraint of the answer failed: {error}", where="thinker")
+        self._fail(request, error)
+
+    def _add_launched(
+        self,
+        rows: Iterable[tuple[int, RunningChat]],
+        launched: LaunchedTokens,
+        at: float,
+        num_decoding: int,
+    ) -> None:
+        """Note a call that was launched `at` this time."""
+        rows = list(rows)
+        at = self._pending_prefill_at if self._pending_prefill_ms else at
         self._launched.append(_Launched(rows, launched, at, self._pending_prefill_ms, num_decoding))
         self._pending_prefill_ms = 0.0
         for _, running in rows:
@@ -328,7 +400,11 @@ class ThinkerLoop(EngineThread):
     def _collect(self) -> None:
         """Wait for the tokens of the oldest call and emit them, except to requests that were removed or have ended."""
         launched = self._launched[0]
-        tokens, logits = launched.tokens.wait(), launched.tokens.logits()
+        tokens, logits, logprobs = (
+            launched.tokens.wait(),
+            launched.tokens.logits(),
+            launched.tokens.logprobs(),
+        )
         self._launched.popleft()
         start, self._last_end = max(launched.at, self._last_end), time.perf_counter()
         ms = 1e3 * (self._last_end - start)
@@ -339,10 +415,8 @@ class ThinkerLoop(EngineThread):
             if self._requests.get(request) is running:
                 running.pending -= 1
                 recorded = logits[row] if logits is not None and running.recorder is not None else None
-                self._append_token(request, None if token == NOT_FINITE else token, recorded)
-
-    def _are_recorded(self, requests: Sequence[int]) -> bool:
-        return any(self._requests[request].recorder is not None for request in requests)
+                found = None if token == NOT_FINITE else token
+                self._append_token(request, found, recorded, logprobs.get(row))
 
     def _decode_step(self, requests: Sequence[int]) -> DecodeStep:
         chats = [self._requests[request] for request in requests]
@@ -351,14 +425,27 @@ class ThinkerLoop(EngineThread):
         return decode_step(chats, pages, slots)
 
     def _sample(self, requests: Sequence[int], logits: Tensor) -> None:
-        ids = sample(logits, [self._requests[request].row for request in requests])
-        for row, (request, token) in enumerate(zip(requests, ids, strict=True)):
-            recorded = None
-            if self._requests[request].recorder is not None:
+        chats = [self._requests[request] for request in requests]
+        masks = self._fill_masks(requests, chats)
+        ids = sample(logits, [chat.row for chat in chats], masks)
+        for row, (request, chat, token) in enumerate(zip(requests, chats, ids, strict=True)):
+            if self._requests.get(request) is not chat:
+                continue  # its constraint failed
+            recorded = logprobs = None
+            if chat.recorder is not None:
                 recorded = logits[row].float().cpu().numpy().copy()  # the next step overwrites the logits
-            self._append_token(request, token, recorded)
+            if chat.row.params.num_logprobs is not None and token is not None:
+                found = top_logprobs(logits[row : row + 1], torch.tensor([token], device=logits.device))
+                logprobs = found[0].cpu().numpy()
+            self._append_token(request, token, recorded, logprobs)
 
-    def _append_token(self, request: int, token: int | None, logits: NDArray[np.float32] | None) -> None:
+    def _append_token(
+        self,
+        request: int,
+        token: int | None,
+        logits: NDArray[np.float32] | None,
+        logprobs: NDArray[np.float32] | None,
+    ) -> None:
         """Append a token to the answer and emit it. `token` is None when its logits are not finite."""
         running = self._requests[request]
         if token is None:
@@ -369,12 +456,21 @@ class ThinkerLoop(EngineThread):
             running.emit_token(None, "stop")
             self._remove(request)
             return
+        is_complete = False
+        if running.matcher is not None:
+            try:
+                running.matcher.accept(token)
+                is_complete = running.matcher.is_stopped
+            except Exception as error:
+                self._fail_constraint(request, error)
+                return
         if running.recorder is not None and logits is not None:
             running.recorder.logits.append(logits)
         running.answer.append(token)
         running.row.advance(token)
         finish: FinishReason | None = "length" if len(running.answer) == running.max_tokens else None
-        running.emit_token(token, finish)
+        finish = "stop" if is_complete else finish
+        running.emit_token(token, finish, running.logprobs(logprobs))
         if finish is not None:
             self._remove(request)
 
@@ -410,7 +506,7 @@ class ThinkerLoop(EngineThread):
         self._requests[request].emit(FailedItem(error=error))
         self._remove(request)
 
-    def _fail_step(self, requests: Sequence[int], error: Exception) -> None:
+    def _fail_step(self, requests: Iterable[int], error: Exception) -> None:
         """Fail the requests of an engine call that raised; the others continue."""
         log.error("a step of the thinker failed", exc_info=error)
         self.forget_prefixes()  # pages of earlier chunks, too, as the device reports errors late
@@ -418,7 +514,8 @@ class ThinkerLoop(EngineThread):
         if isinstance(error, ServeError):
             mapped = error
         for request in requests:
-            self._fail(request, mapped)
+            if request in self._requests:
+                self._fail(request, mapped)
 
     def _fail_all(self, error: ServeError) -> None:
         for request in list(self._requests):

@@ -9,12 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.runtime.request import FinishReason, Recorder
+from mingc.runtime.request import FinishReason, Recorder, TokenLogprobs
 from mingc.runtime.request_stream import Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
+from mingc.runtime.thinker.logit_edits import SampleOptions, logit_edits, needs_edits
 from mingc.runtime.thinker.sampler import SamplerRow, uniform
 from mingc.runtime.thinker.scheduler import PromptSlice
 from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, chunk_embeds
+from mingc.runtime.thinker.token_matcher import MaskWords, TokenMatcher
+
+Masks = Sequence[MaskWords | None]  # of each chat, the tokens that may come next; None: all
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,7 @@ class RunningChat:
     keys: (
         Sequence[bytes] | None
     )  # keys of the prompt's full pages; None: it takes no part in the prefix cache
+    matcher: TokenMatcher | None = None
     answer: list[int] = field(default_factory=list)
     context: ThinkerPrompt = field(init=False)  # what is prefilled: the prompt, then an answer begun before
     begun_at: float | None = None  # start of the prefill (`time.perf_counter`)
@@ -54,8 +59,28 @@ class RunningChat:
         if self.answer:
             self.context = self.prompt.followed_by(self.answer)
 
-    def emit_token(self, token: int | None, finish: FinishReason | None) -> None:
-        self.emit(TokenItem(token=token, finish=finish, reused_tokens=self.reused, begun_at=self.begun_at))
+    def emit_token(
+        self, token: int | None, finish: FinishReason | None, logprobs: TokenLogprobs | None = None
+    ) -> None:
+        self.emit(
+            TokenItem(
+                token=token,
+                finish=finish,
+                reused_tokens=self.reused,
+                begun_at=self.begun_at,
+                logprobs=logprobs,
+            )
+        )
+
+    def logprobs(self, values: NDArray[np.float32] | None) -> TokenLogprobs | None:
+        """What the request asked for of `values` (1 + 2 m,), see `top_logprobs`."""
+        count = self.row.params.num_logprobs
+        if values is None or count is None:
+            return None
+        top, ids = values[1:].reshape(2, -1)[:, :count]
+        return TokenLogprobs(
+            logprob=float(values[0]), top=tuple(zip(ids.astype(int).tolist(), top.tolist(), strict=True))
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -113,21 +138,42 @@ def decode_step(
         lengths=lengths,
         pages=_page_table(pages),
         slots=None if slots is None else np.array(slots),
-        sampling=None if slots is None else sampling_rows(chats),
+        sampling=None if slots is None else sampling_rows(chats, [None] * len(chats)),
     )
 
 
-def sampling_rows(chats: Sequence[RunningChat]) -> NDArray[np.float64]:
-    """Sampling parameters (n, NUM_COLUMNS) of each chat's next token."""
+def sampling_rows(chats: Sequence[RunningChat], masks: Masks) -> NDArray[np.float64]:
+    """Sampling parameters (n, NUM_COLUMNS) of each chat's next token; a mask's edits include the bans."""
     return np.array(
         [
             sampling_columns(
                 each.row.params,
                 uniform(each.row.seed, each.row.step + each.pending),
-                each.row.banned(each.pending),
+                each.row.banned(each.pending) if mask is None else (),
+                is_edited=needs_edits(each.row.params, mask),
             )
-            for each in chats
+            for each, mask in zip(chats, masks, strict=True)
         ]
+    )
+
+
+def sample_options(chats: Sequence[RunningChat], masks: Masks, *, is_first: bool) -> SampleOptions:
+    """Options of each chat's next token. `is_first`: the answers begin, or go on after a preemption."""
+    asking = [row for row, chat in enumerate(chats) if chat.row.params.num_logprobs is not None]
+    edited = [row for row, chat in enumerate(chats) if needs_edits(chat.row.params, masks[row])]
+    rows = [chats[row] for row in edited]
+    return SampleOptions(
+        with_logits=any(chat.recorder is not None for chat in chats),
+        logprob_rows=np.array(asking) if asking else None,
+        edited_rows=np.array(edited) if edited else None,
+        edits=logit_edits(
+            [chat.row.params for chat in rows],
+            [chat.row.banned(chat.pending) for chat in rows],
+            [masks[row] for row in edited],
+        )
+        if edited
+        else None,
+        answers=tuple(np.array(chat.answer, np.int64) for chat in rows) if edited and is_first else None,
     )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mingc.runtime.noise import philox_key
 from mingc.runtime.request import SamplingParams
+from mingc.runtime.thinker.logit_edits import edit_logits, logit_edits, needs_edits
+from mingc.runtime.thinker.token_matcher import MaskWords
 
 _STREAM = 1  # second word of the Philox key, distinct from the noise of speech (mingc.runtime.noise)
 
@@ -25,7 +27,8 @@ class SamplerRow:
 
     Attributes:
         step: index of the next token; the first token of the answer has 0.
-        seen: (V,) bool on the device of the logits, tokens of prompt and answer; None without a repetition penalty.
+        seen: (V,) bool on the device of the logits, tokens of prompt and answer; None without penalties.
+        counts: (V,) int32, how often tokens occur in the answer; None if `seen` is.
         stop_ids: tokens that end the answer.
     """
 
@@ -33,6 +36,7 @@ class SamplerRow:
     seed: int
     step: int = 0
     seen: Tensor | None = None
+    counts: Tensor | None = None
     stop_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -46,21 +50,24 @@ class SamplerRow:
         stop_ids: tuple[int, ...] = (),
     ) -> SamplerRow:
         row = cls(params, seed, stop_ids=stop_ids)
-        if params.repetition_penalty != 1.0:
+        if (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0):
             row.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            row.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
             ids = torch.tensor(prompt_ids, dtype=torch.int64, device=device)
             row.seen[ids[(ids >= 0) & (ids < vocab_size)]] = True
         return row
 
     def banned(self, num_pending: int = 0) -> tuple[int, ...]:
         """Tokens that must not be sampled next, or after `num_pending` further tokens."""
-        return self.stop_ids if self.step + num_pending < self.params.min_tokens else ()
+        is_short = self.step + num_pending < self.params.min_tokens
+        return tuple(dict.fromkeys((*(self.stop_ids if is_short else ()), *self.params.banned_tokens)))
 
     def advance(self, token: int) -> None:
         """Record the sampled token."""
         self.step += 1
-        if self.seen is not None:
+        if self.seen is not None and self.counts is not None:
             self.seen[token] = True
+            self.counts[token] += 1
 
 
 def uniform(seed: int, step: int) -> float:
@@ -69,17 +76,27 @@ def uniform(seed: int, step: int) -> float:
     return float(np.random.Generator(bits).random())
 
 
-def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
+def sample(
+    logits: Tensor, rows: Sequence[SamplerRow], masks: Sequence[MaskWords | None] | None = None
+) -> list[int | None]:
     """Sample the next token of each row; None for a row whose logits are not finite.
 
-    Rules in order: repetition penalty, min_tokens, temperature, top_k, top_p, min_p (spec: thinker.md §7).
+    Rules in order: those of `logit_edits`, bans, temperature, top_k, top_p, min_p (spec: thinker.md §7).
 
     Args:
         logits: (B, V) float32 with B ≥ len(rows); further rows are padding.
+        masks: bits of the tokens that each row's constraint allows; None: all rows are free.
     """
     logits = logits[: len(rows)]
-    if any(row.seen is not None or row.banned() for row in rows):
-        logits = torch.stack([_ban(_penalize(logits[i], row), row.banned()) for i, row in enumerate(rows)])
+    masks = masks or [None] * len(rows)
+    if any(
+        row.seen is not None or row.banned() or needs_edits(row.params, mask)
+        for row, mask in zip(rows, masks, strict=True)
+    ):
+        edited = [
+            _edited(logits[i], row, mask) for i, (row, mask) in enumerate(zip(rows, masks, strict=True))
+        ]
+        logits = torch.stack(edited)
     highest, greedy = logits.max(dim=-1)  # a NaN anywhere in a row becomes its maximum
     is_finite = torch.isfinite(highest).tolist()
     ids: list[int | None] = [
@@ -91,13 +108,12 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int | None]:
     return ids
 
 
-def _penalize(logits: Tensor, row: SamplerRow) -> Tensor:
-    """Divide positive and multiply negative logits (V,) of seen tokens by the repetition penalty."""
-    if row.seen is None:
-        return logits
-    penalty = row.params.repetition_penalty
-    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(row.seen, penalized, logits)
+def _edited(logits: Tensor, row: SamplerRow, mask: MaskWords | None) -> Tensor:
+    """Logits (V,) after edits and bans."""
+    if row.seen is not None or needs_edits(row.params, mask):
+        seen, counts = (None if each is None else each[None] for each in (row.seen, row.counts))
+        logits = edit_logits(logits[None], logit_edits([row.params], [row.banned()], [mask]), seen, counts)[0]
+    return _ban(logits, row.banned() if mask is None else ())
 
 
 def _ban(logits: Tensor, banned: Sequence[int]) -> Tensor:

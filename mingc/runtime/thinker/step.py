@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mingc.kernels.sample_tokens import NUM_COLUMNS
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 
 Ints = NDArray[np.int64]
@@ -68,7 +67,7 @@ class DecodeStep:
         lengths: (n,) int64, tokens of each request including the new one.
         pages: (n, P) int64, KV pages in token order, padded with 0.
         slots: (n,) int64; None if the host samples.
-        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None if `slots` is.
+        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`; None if the host samples, or a `SampleStep` follows.
     """
 
     input_ids: Ints
@@ -79,19 +78,24 @@ class DecodeStep:
     sampling: NDArray[np.float64] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleStep:
+    """Sampling of the tokens of the decode step before, which had no `sampling`.
+
+    Attributes:
+        slots: (n,) int64, those of the decode step.
+        sampling: (n, NUM_COLUMNS) float64, see `device_sampler`.
+    """
+
+    slots: Ints
+    sampling: NDArray[np.float64]
+
+
 def padded(values: Ints, size: int) -> Tensor:
     """`values` padded with zeros to (size,) int64."""
     rows = np.zeros(size, np.int64)
     rows[: len(values)] = values
     return torch.from_numpy(rows)
-
-
-def padded_sampling(sampling: NDArray[np.float64] | None, size: int) -> Tensor:
-    """`sampling` padded with greedy rows to (size, NUM_COLUMNS) float32."""
-    rows = torch.zeros(size, NUM_COLUMNS)
-    if sampling is not None:
-        rows[: len(sampling)] = torch.from_numpy(sampling)
-    return rows
 
 
 def chunk_embeds(parts: Sequence[tuple[ThinkerPrompt, slice]]) -> Tensor | None:

@@ -26,9 +26,10 @@ from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, GraphRun
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.device_sampler import DeviceSampler, needs_sampling
 from mingc.runtime.thinker.layers import ThinkerLayers, split_chunk
+from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions, top_logprobs, upload
 from mingc.runtime.thinker.prefill_policy import StepLatencyModel
 from mingc.runtime.thinker.scheduler import ChunkShape
-from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, padded, padded_sampling
+from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, SampleStep, padded
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
 
@@ -36,14 +37,14 @@ class GraphKey(NamedTuple):
     """Key of a captured graph (on the CPU: of a function over static tensors).
 
     Attributes:
-        kind: a layer group of a chunk, two overlapped chunks, a decode step, or sampling the first tokens after a
-            chunk.
+        kind: a layer group of a chunk, two overlapped chunks, the layers of a decode step, sampling its tokens, or
+            sampling the first tokens after a chunk.
         size: rows of the chunk or chunks, requests of the decode step, prompts of a chunk.
         layer_group: of a chunk, `ThinkerWorker.num_layer_groups` in all.
         is_random: whether tokens may be sampled at random; otherwise all rows are greedy.
     """
 
-    kind: Literal["chunk", "two_batch", "decode", "first_tokens"]
+    kind: Literal["chunk", "two_batch", "decode", "next_tokens", "first_tokens"]
     size: int
     layer_group: int = 0
     is_random: bool = False
@@ -51,19 +52,33 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaunchedTokens:
-    """Sampled tokens (B,) int64 on their way to the host; `NOT_FINITE` in rows whose logits are not finite."""
+    """Sampled tokens on their way to the host.
+
+    Attributes:
+        host_copy: of the tokens of a batch, int64, `NOT_FINITE` in rows whose logits are not finite; then of what the
+            `options` ask for.
+        rows: (n,) int64, rows of the step's requests in the batch.
+    """
 
     host_copy: AsyncHostCopy
-    has_logits: bool = False
+    rows: Ints
+    options: SampleOptions = NO_OPTIONS
 
     def wait(self) -> list[int]:
-        """Returns the tokens; blocks until the device has sampled them."""
-        tokens: list[int] = self.host_copy.wait()[0].tolist()
+        """Returns the tokens of the requests; blocks until the device has sampled them."""
+        tokens: list[int] = self.host_copy.wait()[0].numpy()[self.rows].tolist()
         return tokens
 
     def logits(self) -> NDArray[np.float32] | None:
-        """Returns the logits (B, V) that the tokens were sampled from, if requested; blocks like `wait`."""
-        return self.host_copy.wait()[1].float().numpy() if self.has_logits else None
+        """Returns the raw logits (n, V) of the tokens, if requested; blocks like `wait`."""
+        return self.host_copy.wait()[1].float().numpy() if self.options.with_logits else None
+
+    def logprobs(self) -> dict[int, NDArray[np.float32]]:
+        """Returns `top_logprobs` of each request that asked for them; blocks like `wait`."""
+        rows = self.options.logprob_rows
+        if rows is None:
+            return {}
+        return dict(zip(rows.tolist(), self.host_copy.wait()[-1].numpy(), strict=True))
 
 
 class ThinkerWorker:
@@ -141,6 +156,9 @@ class ThinkerWorker:
         # The residual stream of the current chunk between layer groups, with rows for the largest chunk.
         self._stream: dict[str, Tensor] = {}
         self._chunk_inputs: dict[int, Mapping[str, Tensor]] = {}  # inputs of the current chunk, by size
+        self._decode_logits: dict[
+            int, Tensor
+        ] = {}  # logits of the last decode step, by size; static if captured
         self._no_logits = torch.zeros(0, self.vocab_size, device=device)
         self._sampler: DeviceSampler | None = None
         if self.samples_on_device:
@@ -245,39 +263,8 @@ class ThinkerWorker:
     def decode(self, step: DecodeStep) -> Tensor:
         """Run one token of each request. Returns logits (B, V) float32, which the next step overwrites.
 
-        Rows beyond the requests are padding.
+        Rows beyond the requests are padding. Does not wait for the device; `launch_sampling` may follow.
         """
-        logits: Tensor = self._decode_step(step, is_random=False)[0]
-        return logits
-
-    @torch.inference_mode()
-    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
-        """Run one token of each request and sample the next ones. Does not wait for the device."""
-        assert self.samples_on_device and step.sampling is not None, "the step has sampling parameters"
-        logits, tokens = self._decode_step(step, is_random=needs_sampling(step.sampling))
-        return _copy_to_host(tokens, logits, len(step.input_ids), with_logits=with_logits)
-
-    @torch.inference_mode()
-    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
-        """Run the last layer groups of a chunk and sample the first tokens (k,) of answers.
-
-        Does not wait for the device.
-        """
-        assert self.samples_on_device and step.sampling is not None and step.ended is not None, (
-            "the step has sampling parameters"
-        )
-        self.prefill(step)
-        size = self._table_rows
-        inputs = {
-            "ended": padded(step.ended, size),
-            "slots": padded(step.slots[step.ended], size),
-            "sampling": padded_sampling(step.sampling, size),
-        }
-        key = GraphKey("first_tokens", size, is_random=needs_sampling(step.sampling))
-        logits, tokens = self._run(key, inputs)
-        return _copy_to_host(tokens, logits, len(step.ended), with_logits=with_logits)
-
-    def _decode_step(self, step: DecodeStep, *, is_random: bool) -> tuple[Tensor, ...]:
         size = self._decode.bucket("B", len(step.input_ids))
         inputs = {
             "input_ids": padded(step.input_ids, size),
@@ -287,8 +274,69 @@ class ThinkerWorker:
         }
         if self.samples_on_device:
             slots = np.zeros(1, np.int64) if step.slots is None else step.slots
-            inputs.update(slots=padded(slots, size), sampling=padded_sampling(step.sampling, size))
-        return self._run(GraphKey("decode", size, is_random=is_random), inputs)
+            inputs["slots"] = padded(slots, size)
+        (logits,) = self._run(GraphKey("decode", size), inputs)
+        return logits
+
+    @torch.inference_mode()
+    def launch_sampling(self, step: SampleStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        """Sample the tokens of the last decode step. Does not wait for the device."""
+        count = len(step.slots)
+        size = self._decode.bucket("B", count)
+        return self._launch_sampling(
+            GraphKey("next_tokens", size), self._decode_logits[size], np.arange(count), step, options
+        )
+
+    def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        """Run one token of each request and sample the next ones. Does not wait for the device."""
+        assert self.samples_on_device and step.sampling is not None and step.slots is not None, (
+            "the step has sampling parameters"
+        )
+        self.decode(step)
+        return self.launch_sampling(SampleStep(slots=step.slots, sampling=step.sampling), options=options)
+
+    @torch.inference_mode()
+    def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        """Run the last layer groups of a chunk and sample the first tokens (k,) of answers.
+
+        Does not wait for the device.
+        """
+        assert self.samples_on_device and step.sampling is not None and step.ended is not None, (
+            "the step has sampling parameters"
+        )
+        self.prefill(step)
+        key = GraphKey("first_tokens", self._table_rows)
+        ended = SampleStep(slots=step.slots[step.ended], sampling=step.sampling)
+        return self._launch_sampling(key, self._chunk_logits, step.ended, ended, options)
+
+    def _launch_sampling(
+        self, key: GraphKey, logits: Tensor, rows: Ints, step: SampleStep, options: SampleOptions
+    ) -> LaunchedTokens:
+        """Edit and sample `rows` (n,) of the logits (`key.size`, V), which the requests of the step have."""
+        sampler, device = self._sampler, self.device
+        assert sampler is not None, "the device samples"
+        slots, sampling = np.zeros(key.size, np.int64), np.zeros((key.size, NUM_COLUMNS), np.float32)
+        slots[rows], sampling[rows] = step.slots, step.sampling
+        key = key._replace(is_random=needs_sampling(step.sampling))
+        inputs = {"slots": torch.from_numpy(slots), "sampling": torch.from_numpy(sampling)}
+        # Of the raw logits, which edits overwrite.
+        recorded = [logits.index_select(0, upload(rows, device))] if options.with_logits else []
+        if options.logprob_rows is not None:
+            asked = upload(rows[options.logprob_rows], device)
+            raw = logits.index_select(0, asked)
+        if options.edits is None or options.edited_rows is None:
+            (tokens,) = self._run(key, inputs)
+        else:
+            if options.answers is not None:
+                sampler.begin_counts(step.slots[options.edited_rows], options.answers)
+            edited = upload(rows[options.edited_rows], device)
+            edited_slots = upload(step.slots[options.edited_rows], device)
+            sampler.edit_(logits, edited, edited_slots, options.edits)
+            (tokens,) = self._run(key, inputs)
+            sampler.count(tokens.index_select(0, edited), edited_slots)
+        if options.logprob_rows is not None:
+            recorded.append(top_logprobs(raw, tokens.index_select(0, asked)))
+        return LaunchedTokens(host_copy=AsyncHostCopy(tokens, *recorded), rows=rows, options=options)
 
     def _run(self, key: GraphKey, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         if self._graphs:
@@ -301,10 +349,10 @@ class ThinkerWorker:
                 return partial(self._run_layer_group, group=key.layer_group, size=key.size)
             case "two_batch":
                 return self._run_two_batch
-            case "first_tokens":
-                return partial(self._sample_first_tokens, is_random=key.is_random)
             case "decode":
-                return partial(self._run_decode, is_random=key.is_random)
+                return partial(self._run_decode, size=key.size)
+            case "next_tokens" | "first_tokens":
+                return partial(self._sample, key=key)
 
     def _run_layer_group(self, inputs: Mapping[str, Tensor], *, group: int, size: int) -> tuple[Tensor, ...]:
         """Logits (S, V) after the last layer group, else (0, V); then the routes of expert layers."""
@@ -343,12 +391,12 @@ class ThinkerWorker:
             if kept.data_ptr() != value.data_ptr():
                 kept.copy_(value)
 
-    def _sample_first_tokens(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
-        logits = self._chunk_logits.index_select(0, inputs["ended"])
+    def _sample(self, inputs: Mapping[str, Tensor], *, key: GraphKey) -> tuple[Tensor, ...]:
+        logits = self._chunk_logits if key.kind == "first_tokens" else self._decode_logits[key.size]
         assert self._sampler is not None, "the device samples"
-        return logits, self._sampler.sample(logits, inputs, is_random=is_random)
+        return (self._sampler.sample(logits, inputs, is_random=key.is_random),)
 
-    def _run_decode(self, inputs: Mapping[str, Tensor], *, is_random: bool) -> tuple[Tensor, ...]:
+    def _run_decode(self, inputs: Mapping[str, Tensor], *, size: int) -> tuple[Tensor, ...]:
         ids = inputs["input_ids"] if self._sampler is None else self._sampler.take(inputs)
         tokens = {
             "input_ids": ids,
@@ -356,10 +404,8 @@ class ThinkerWorker:
             "embed_kind": self._text_kind[: len(ids)],
             "positions": inputs["positions"].expand(3, -1).contiguous(),
         }
-        logits = self._layers.decode({**inputs, **tokens})
-        if self._sampler is None:
-            return (logits,)
-        return logits, self._sampler.sample(logits, inputs, is_random=is_random)
+        self._decode_logits[size] = self._layers.decode({**inputs, **tokens})
+        return (self._decode_logits[size],)
 
     def _capture_all(self) -> None:
         """Capture every size, the largest first, so that the others reuse its graph's memory."""
@@ -389,15 +435,21 @@ class ThinkerWorker:
                 "lengths": ints,
                 "page_table": (torch.int32, (size, max(self._decode.spec.dim("P").buckets))),
                 "slots": ints,
-                "sampling": (torch.float32, (size, NUM_COLUMNS)),
+            }
+            self._capture(GraphKey("decode", size), shapes, pool, f"a decode step of batch {size}")
+        sampled = (
+            *(GraphKey("next_tokens", size) for size in self.batches),
+            GraphKey("first_tokens", num_prompts),
+        )
+        for key in sampled:
+            shapes = {
+                "slots": (torch.int64, (key.size,)),
+                "sampling": (torch.float32, (key.size, NUM_COLUMNS)),
             }
             for is_random in (True, False):
-                key = GraphKey("decode", size, is_random=is_random)
-                self._capture(key, shapes, pool, f"a decode step of batch {size}")
-        shapes = {"ended": prompts, "slots": prompts, "sampling": (torch.float32, (num_prompts, NUM_COLUMNS))}
-        for is_random in (True, False):
-            key = GraphKey("first_tokens", num_prompts, is_random=is_random)
-            self._capture(key, shapes, pool, "sampling of first tokens")
+                self._capture(
+                    key._replace(is_random=is_random), shapes, pool, f"sampling of {key.size} tokens"
+                )
 
     def _capture(self, key: GraphKey, shapes: Shapes, pool: GraphPool | None, name: str) -> None:
         run = self._function(key)
@@ -412,9 +464,3 @@ class ThinkerWorker:
         count = min(pages.shape[1], table.shape[1])
         table[: len(pages), :count] = pages[:, :count]
         return torch.from_numpy(table)
-
-
-def _copy_to_host(tokens: Tensor, logits: Tensor, count: int, *, with_logits: bool) -> LaunchedTokens:
-    """The first `count` tokens, with their logits if requested."""
-    values = (tokens[:count], logits[:count]) if with_logits else (tokens[:count],)
-    return LaunchedTokens(host_copy=AsyncHostCopy(*values), has_logits=with_logits)

@@ -14,8 +14,7 @@ import binascii
 import re
 import secrets
 import string
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container
 from dataclasses import dataclass
 from types import NoneType
 from typing import TypeVar
@@ -26,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
-from mingc.errors import CapacityError, RequestError
+from mingc.errors import RequestError
 from mingc.host import large_arrays
+from mingc.server.body_budget import FREE_BYTES, BodyBudget, Charge
 from mingc.server.http.field_errors import (
     explain_malformed,
     malformed,
@@ -35,12 +35,8 @@ from mingc.server.http.field_errors import (
     too_complex,
     validation_error,
 )
-from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
 
-# Bodies up to this size are not charged, so that a few large ones never keep an ordinary chat out; their number is
-# bounded by `max_concurrent_requests`.
-FREE_BYTES = 64 * 1024
 LONG_BYTES = 64 * 1024  # longer strings are cut out
 _SHORT_BYTES = 1024  # the same for a body that is larger than `MAX_DECODED_BYTES` without them
 MAX_COMMAS = 1 << 18
@@ -87,58 +83,6 @@ class LongString(MediaString):
         made = super().__new__(cls, prefix)
         made.data = data
         return made
-
-
-class Charge:
-    """Bytes that one request has in memory."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self._charged = 0
-
-    def set(self, num_bytes: int) -> None:
-        """Change the charge to `num_bytes`.
-
-        Raises:
-            CapacityError: if that exceeds the budget; the charge is not changed then.
-        """
-        wanted = max(0, num_bytes - FREE_BYTES)
-        self._budget.take(wanted - self._charged)
-        self._charged = wanted
-
-
-class BodyBudget:
-    """Counts the bytes of all bodies together. Call it from the event loop only."""
-
-    def __init__(self, limit: int, metrics: Metrics) -> None:
-        self._limit = limit
-        self._metrics = metrics
-        self._used = 0
-        metrics.add_limit("body_bytes", lambda: (self._used, limit))
-
-    @contextmanager
-    def charge(self) -> Iterator[Charge]:
-        """Open a charge of 0 bytes; the end of the block releases its final amount."""
-        charge = Charge(self)
-        try:
-            yield charge
-        finally:
-            charge.set(0)
-
-    def check(self, num_bytes: int) -> None:
-        """Raise CapacityError if a body of `num_bytes` would exceed the budget now."""
-        if num_bytes > FREE_BYTES and self._used + num_bytes - FREE_BYTES > self._limit:
-            raise CapacityError(
-                f"The bodies of running requests hold {self._used} of {self._limit} bytes; try again later.",
-                code="body_budget_exhausted",
-            )
-
-    def take(self, num_bytes: int) -> None:
-        """Add `num_bytes`, which may be negative. Raises: CapacityError."""
-        if num_bytes > 0:
-            self.check(num_bytes + FREE_BYTES)
-        self._used += num_bytes
-        self._metrics.body_bytes.set(self._used)
 
 
 async def read_body(

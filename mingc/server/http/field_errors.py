@@ -19,8 +19,9 @@ from mingc.errors import RequestError
 
 _MAX_SHOWN = 100  # characters of a client's name in an error
 _MAX_VALUE = 60  # characters of a client's value in an error
-_KEY = re.compile(r"\.(\w+)|\[(\d+)\]")
-_PATH = re.compile(r"(\.\w+|\[\d+\])+`")
+_ANY_KEY = "*"  # of an object with any keys; msgspec does not say which
+_KEY = re.compile(r"\.([\w*]+)|\[(\d+)\]")
+_PATH = re.compile(r"(\.[\w*]+|\[\d+\])+`")
 # msgspec's messages about a field, its type and its value.
 _FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
 _TYPE = re.compile(r"Expected `([\w |]+)`(?:, got `(\w+)`)?")
@@ -128,6 +129,7 @@ def _half_pair(value: object, keys: _Keys) -> _Keys | None:
 def validation_error(reason: str, type_: type, raw: bytes = b"") -> RequestError:
     """OpenAI's error for a body that is JSON but does not fit the struct; `reason` is msgspec's message about `raw`."""
     before, found, path = reason.rpartition(" - at `$")
+    path = path.replace("[...]", f".{_ANY_KEY}")
     if found and _PATH.fullmatch(path):  # a key in the message may contain the separator
         reason = before
     else:
@@ -142,7 +144,7 @@ def validation_error(reason: str, type_: type, raw: bytes = b"") -> RequestError
         return (
             too_long(param, limit)
             if match[1] == "str"
-            else invalid(param, f"must be an array of at most {limit} items")
+            else invalid(param, f"must be {_TYPE_NAMES[match[1]]} of at most {limit} items")
         )
     if match := _TYPE.fullmatch(reason):
         # of a role or a part's type, msgspec does not say what it found
@@ -235,8 +237,11 @@ def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
     for key in keys:
         children: list[inspect.Type] = []
         for each in found:
+            each = each.type if isinstance(each, inspect.Metadata) else each
             if isinstance(each, inspect.ListType) and isinstance(key, int):
                 children += _flatten(each.item_type)
+            elif isinstance(each, inspect.DictType):
+                children += _flatten(each.value_type)
             elif isinstance(each, inspect.StructType):
                 if key == each.tag_field:
                     children.append(inspect.LiteralType(values=(str(each.tag),)))

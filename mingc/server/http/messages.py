@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaKind, MediaPart, Message, Part, Role, TextPart, ToolCall
+from mingc.prompts.conversation import (
+    MediaKind,
+    MediaPart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ThoughtPart,
+    ToolCall,
+)
 from mingc.runtime.request import ServiceInfo
 from mingc.server.http.field_errors import as_integer, missing
 from mingc.server.http.request_schemas import (
@@ -99,6 +108,8 @@ def _message(message: MessageBody, param: str, info: ServiceInfo) -> Message:
         if not parts and message.refusal:
             parts = (TextPart(text=message.refusal),)
         parts += _calls(message)
+        if message.reasoning_content:
+            parts = (ThoughtPart(text=message.reasoning_content), *parts)
     elif message.content is None:
         raise missing(f"{param}.content")
     return Message(role=role, parts=parts)

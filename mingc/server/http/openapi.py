@@ -12,13 +12,25 @@ from msgspec import Struct
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http.forms import FORM
-from mingc.server.http.request_schemas import CHAT_BODY, SPEECH_BODY, NewVoiceForm
+from mingc.server.http.request_schemas import (
+    CHAT_BODY,
+    COMPLETION_BODY,
+    DETOKENIZE_BODY,
+    SPEECH_BODY,
+    TOKENIZE_BODY,
+    FunctionTool,
+    NewVoiceForm,
+)
 from mingc.server.http.response_schemas import (
     ChatCompletion,
+    Detokenized,
     HealthResponse,
     ModelList,
     ModelObject,
     ReadyResponse,
+    TextCompletion,
+    TokenList,
+    Version,
     VoiceDeleted,
     VoiceList,
     VoiceObject,
@@ -30,9 +42,17 @@ Json = dict[str, Any]
 
 _STRUCTS = (
     CHAT_BODY,
+    COMPLETION_BODY,
     SPEECH_BODY,
     TranscriptionBody,
+    TOKENIZE_BODY,
+    DETOKENIZE_BODY,
+    FunctionTool,
     ChatCompletion,
+    TextCompletion,
+    TokenList,
+    Detokenized,
+    Version,
     Transcription,
     VerboseTranscription,
     ModelList,
@@ -68,7 +88,7 @@ def openapi_document() -> bytes:
 
 
 def _paths() -> Json:
-    chat = {**_json(ChatCompletion), "text/event-stream": {}}
+    chat, text = ({**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion))
     kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm")
     speech: Json = {name: {} for name in (*(f"audio/{kind}" for kind in kinds), "text/event-stream")}
     either = [_schema(each)["schema"] for each in (Transcription, VerboseTranscription)]
@@ -81,6 +101,10 @@ def _paths() -> Json:
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {"post": _generation("Answer a conversation.", CHAT_BODY, chat)},
+        "/v1/completions": {"post": _generation("Continue a text.", COMPLETION_BODY, text)},
+        "/tokenize": {"post": _generation("Tokens of a prompt.", TOKENIZE_BODY, _json(TokenList))},
+        "/detokenize": {"post": _generation("Text of tokens.", DETOKENIZE_BODY, _json(Detokenized))},
+        "/version": {"get": _list("Version of mingc.", _json(Version))},
         "/v1/audio/speech": {"post": _generation("Speak a text.", SPEECH_BODY, speech)},
         "/v1/audio/transcriptions": {
             "post": _generation("Transcribe speech.", TranscriptionBody, transcript, body_type=FORM)

@@ -1,66 +1,88 @@
-"""Parsing of chat and speech requests: decoded bodies are checked against the artifact and become typed parameters.
+"""Parsing of request bodies: they are decoded, checked against the artifact, and become requests to the service.
 
 Nothing is fetched or decoded here: media stay the strings the client sent (`mingc.server.http.media` reads them).
-Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `tools: []`).
+Fields that OpenAI defines and mingc lacks are refused unless their value requests nothing (`n: 1`, `functions: []`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 
 from mingc.errors import RequestError
-from mingc.prompts.conversation import MediaPart, Message, VideoParams
-from mingc.runtime.request import SamplingParams, ServiceInfo, SpeechParams
+from mingc.prompts.conversation import VideoParams
+from mingc.runtime.request import (
+    ChatRequest,
+    CompletionRequest,
+    SamplingParams,
+    ServiceInfo,
+    SpeechParams,
+)
 from mingc.runtime.voices import NewVoice, VoiceSample
 from mingc.server.audio_format import RATES, AudioFormat, AudioSpec, default_rate
 from mingc.server.http.body import decode_body, decode_small
+from mingc.server.http.constraints import parse_constraint
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
 from mingc.server.http.forms import decode_form
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
     CHAT_REFUSED,
+    COMPLETION_BODY,
+    COMPLETION_REFUSED,
+    DETOKENIZE_BODY,
     MAX_SAMPLE_BYTES,
+    MAX_TOKEN_ID,
     SPEECH_BODY,
     SPEECH_REFUSED,
+    TOKENIZE_BODY,
+    TOKENIZE_REFUSED,
     ChatAudio,
     ChatBody,
+    DetokenizeBody,
     NewVoiceForm,
+    Refused,
     SpeakerEmbedding,
     SpeechBody,
     SpeechFields,
+    TextBody,
 )
+from mingc.server.http.tools import parse_tools
 from mingc.server.options import ServeOptions
 
+COMPLETION_TOKENS = 16  # of an answer without `max_tokens`, as with OpenAI
+
 Delivery = Literal["whole", "audio", "sse"]
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+_TextBody = TypeVar("_TextBody", bound=TextBody | DetokenizeBody)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParsedChat:
-    """A parsed chat request; media of `messages` and the recording of a voice are not read yet.
+class ParsedText(Generic[Request]):
+    """A parsed chat or completion, and how its answers are delivered. Media of its messages and the recording of a
+    voice are not read yet.
 
-    `speech` and `audio` are None when only text is requested.
+    `audio`: the clip of a spoken answer. `shown_prompt`: what is repeated before each answer of a completion.
     """
 
-    messages: tuple[Message, ...]
-    sampling: SamplingParams
-    speech: SpeechParams | None
-    ref_audio: MediaPart | None
-    audio: AudioSpec | None
-    video: VideoParams
-    thinking: bool
-    stream: bool
-    include_usage: bool
-    priority: int = 0
+    request: Request
+    audio: AudioSpec | None = None
+    stream: bool = False
+    include_usage: bool = False
+    shown_prompt: str | tuple[int, ...] = ""
+
+
+ParsedChat = ParsedText[ChatRequest]
+ParsedCompletion = ParsedText[CompletionRequest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedSpeech:
-    """A parsed speech request. `ref_audio`: the recording of its voice, which is not read yet.
+    """A parsed speech request. The recording of its voice is not read yet.
 
     `delivery`: one body with its length, raw chunks, or server-sent events; `has_segments`: these have the times of
     segments.
@@ -68,7 +90,6 @@ class ParsedSpeech:
 
     text: str
     speech: SpeechParams
-    ref_audio: MediaPart | None
     audio: AudioSpec
     delivery: Delivery
     has_segments: bool
@@ -81,34 +102,125 @@ def parse_chat(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
     Raises:
         RequestError: with `param` naming the first field that is wrong.
     """
+    return _chat(_decode_text(raw, CHAT_BODY, info), info, options, CHAT_REFUSED)
+
+
+def parse_completion(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedCompletion:
+    """Decode and check the body of a completion request. Raises: as `parse_chat`."""
+    body = _decode_text(raw, COMPLETION_BODY, info)
+    prompt = _prompt(body.prompt)
+    num_answers = as_integer(body.n, "n") or 1
+    if body.best_of is not None and body.best_of != num_answers:
+        raise _unsupported("best_of", f"all {num_answers} answers are returned; use 'n'")
+    if body.echo and body.logprobs is not None:
+        raise _unsupported("echo", "log probabilities of the prompt are not computed; leave 'logprobs' out")
+    _refuse_all(body, COMPLETION_REFUSED)
+    request = CompletionRequest(
+        request_id=f"cmpl-{uuid.uuid4().hex[:24]}",
+        prompt=prompt,
+        sampling=_sampling(
+            body,
+            max_tokens=as_integer(body.max_tokens, "max_tokens") or COMPLETION_TOKENS,
+            num_logprobs=as_integer(body.logprobs, "logprobs"),
+        ),
+        priority=as_integer(body.priority, "priority") or 0,
+        num_answers=num_answers,
+    )
+    return ParsedText(
+        request=request,
+        stream=body.stream or False,
+        include_usage=_include_usage(body),
+        shown_prompt=prompt if body.echo else "",
+    )
+
+
+def parse_tokenize(
+    raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions
+) -> tuple[str | ChatRequest, bool]:
+    """Decode and check the body of a tokenize request. Raises: as `parse_chat`.
+
+    Returns the prompt, and whether the answer has the tokens as the vocabulary writes them.
+    """
+    body = _decode_text(raw, TOKENIZE_BODY, info)
+    if body.prompt is None:
+        prompt: str | ChatRequest = _chat(body, info, options, TOKENIZE_REFUSED).request
+    elif body.messages is not None:
+        raise invalid("prompt", "is given beside 'messages'; send one of them")
+    else:
+        _refuse_all(body, TOKENIZE_REFUSED)
+        prompt = body.prompt
+    return prompt, body.return_token_strs or False
+
+
+def parse_detokenize(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> tuple[int, ...]:
+    """Decode and check the body of a detokenize request. Raises: as `parse_chat`."""
+    body = _decode_text(raw, DETOKENIZE_BODY, info)
+    if body.tokens is None:
+        raise missing("tokens")
+    return _integers(body.tokens, "tokens")
+
+
+def _decode_text(raw: bytes | memoryview, body_type: type[_TextBody], info: ServiceInfo) -> _TextBody:
+    """Decode a body for a route that needs the thinker."""
     if not info.has_text:
         raise RequestError(
             f"Model '{info.model}' was exported without its thinker: it cannot chat. It serves /v1/audio/speech.",
             param="model",
             code="unsupported_model",
         )
-    body = decode_body(raw, CHAT_BODY)
+    body = decode_body(raw, body_type)
     _check_model(body.model, info)
+    return body
+
+
+def _chat(body: ChatBody, info: ServiceInfo, options: ServeOptions, refused: Refused) -> ParsedChat:
     messages = parse_messages(body, info, options)
     audio, speech = _audio(body, info, options)
-    sampling = _sampling(body)
+    num_answers = as_integer(body.n, "n") or 1
+    if speech is not None and num_answers > 1:
+        raise _unsupported("n", "only one answer is spoken: leave 'n' or the audio out")
+    top_logprobs = as_integer(body.top_logprobs, "top_logprobs") or 0
+    if top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "is only allowed with 'logprobs': true")
+    sampling = _sampling(
+        body,
+        max_tokens=_alias(body, "max_tokens", "max_completion_tokens", "") or SamplingParams().max_tokens,
+        num_logprobs=top_logprobs if body.logprobs else None,
+    )
     if speech is not None and speech.seed is None:
         speech = replace(speech, seed=sampling.seed)
-    parsed = ParsedChat(
+    tools, constraint = parse_tools(body, info), sampling.constraint
+    if tools.choice == "required" and constraint is not None and constraint.param != "response_format":
+        raise invalid(constraint.param, "contradicts 'tool_choice', by which the answer is a call")
+    stream = body.stream or False
+    request = ChatRequest(
+        request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
         messages=messages,
         sampling=sampling,
         speech=speech,
-        ref_audio=_ref_audio(body.audio, "audio.") if speech is not None and body.audio is not None else None,
-        audio=audio,
+        tools=tools,
         video=_video(body),
         thinking=_thinking(body),
-        stream=body.stream or False,
-        include_usage=_include_usage(body),
+        is_live=stream and audio is not None and audio.is_playable_in_parts,
         priority=as_integer(body.priority, "priority") or 0,
+        num_answers=num_answers,
     )
-    for name, (why, neutral) in CHAT_REFUSED.items():
-        _refuse(body, name, why, unless=neutral)
-    return parsed
+    include_usage = _include_usage(body)
+    _refuse_all(body, refused)
+    return ParsedText(request=request, audio=audio, stream=stream, include_usage=include_usage)
+
+
+def _prompt(prompt: str | Sequence[str | float | Sequence[float]] | None) -> str | tuple[int, ...]:
+    """One prompt: alone, or in an array of its own as some clients send it."""
+    if prompt is None:
+        raise missing("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if any(isinstance(each, str | Sequence) for each in prompt):
+        if len(prompt) > 1:
+            raise _unsupported("prompt", "one prompt is answered per request; send several requests")
+        return _prompt(cast(Any, prompt[0]))
+    return _integers(cast(Sequence[float], prompt), "prompt")
 
 
 def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptions) -> ParsedSpeech:
@@ -127,8 +239,7 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
         raise too_long("input", options.max_speech_characters)
     if not body.input.strip():
         raise invalid("input", "is empty: there is nothing to speak")
-    for name, (why, neutral) in SPEECH_REFUSED.items():
-        _refuse(body, name, why, unless=neutral)
+    _refuse_all(body, SPEECH_REFUSED)
     speech = _speech_params(body, info, options, "")
     if speech.speech_lead is None and body.stream is None and body.stream_format is None:
         # Whether somebody listens or saves a file is not known: first as early as for a listener, then unpaced.
@@ -137,7 +248,6 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
     return ParsedSpeech(
         text=body.input,
         speech=speech,
-        ref_audio=_ref_audio(body, ""),
         audio=_audio_spec(
             body, "pcm16" if body.response_format == "pcm" else body.response_format or "mp3", info, ""
         ),
@@ -171,8 +281,17 @@ def no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality")
     )
 
 
+def _unsupported(param: str, why: str) -> RequestError:
+    return RequestError(f"'{param}' is not supported: {why}.", param=param, code="unsupported_parameter")
+
+
+def _refuse_all(body: msgspec.Struct, refused: Refused) -> None:
+    for name, (why, neutral) in refused.items():
+        _refuse(body, name, why, unless=neutral)
+
+
 def _refuse(
-    body: ChatBody | SpeechFields, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
+    body: msgspec.Struct, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
 ) -> None:
     """Refuse a known but unsupported field, except with a value that requests nothing."""
     raw: msgspec.Raw = getattr(body, name)
@@ -182,9 +301,7 @@ def _refuse(
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
     if value is not None and not neutral:
-        raise RequestError(
-            f"'{prefix}{name}' is not supported: {why}.", param=prefix + name, code="unsupported_parameter"
-        )
+        raise _unsupported(prefix + name, why)
 
 
 def _audio(
@@ -279,13 +396,11 @@ def _reference(fields: SpeechFields, prefix: str) -> VoiceSample | None:
         return None
     if fields.speaker_embedding == []:
         raise invalid(f"{prefix}speaker_embedding", "is empty")
-    return VoiceSample(transcript=fields.ref_text, vector=tuple(fields.speaker_embedding or ()))
-
-
-def _ref_audio(fields: SpeechFields, prefix: str) -> MediaPart | None:
-    if fields.ref_audio is None:
-        return None
-    return MediaPart(kind="audio", data=fields.ref_audio, where=f"{prefix}ref_audio")
+    return VoiceSample(
+        recording=fields.ref_audio or b"",
+        transcript=fields.ref_text,
+        vector=tuple(fields.speaker_embedding or ()),
+    )
 
 
 def parse_voice(raw: memoryview, info: ServiceInfo, options: ServeOptions, *, content_type: str) -> NewVoice:
@@ -336,20 +451,16 @@ def _seed(value: int | float | None, param: str) -> int | None:
     return seed % (1 << 64)
 
 
-def _sampling(body: ChatBody) -> SamplingParams:
+def _sampling(body: TextBody, *, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
     """Sampling parameters. An absent temperature is 0: greedy, the reference's own default (spec thinker §7)."""
     default = SamplingParams()
 
     def number(value: float | None, fallback: float) -> float:
         return fallback if value is None else value
 
-    max_tokens = _alias(body, "max_tokens", "max_completion_tokens", "") or default.max_tokens
     min_tokens = as_integer(body.min_tokens, "min_tokens") or default.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"is {min_tokens}, more than 'max_tokens' ({max_tokens})")
-    stop_token_ids = [
-        as_integer(token, f"stop_token_ids[{i}]") for i, token in enumerate(body.stop_token_ids or ())
-    ]
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body.temperature, default.temperature),
@@ -357,12 +468,35 @@ def _sampling(body: ChatBody) -> SamplingParams:
         top_k=max(as_integer(body.top_k, "top_k") or default.top_k, 0),
         min_p=number(body.min_p, default.min_p),
         repetition_penalty=number(body.repetition_penalty, default.repetition_penalty),
+        presence_penalty=number(body.presence_penalty, default.presence_penalty),
+        frequency_penalty=number(body.frequency_penalty, default.frequency_penalty),
+        logit_bias=_biases(body.logit_bias or {}),
         stop=_stop(body.stop),
-        stop_token_ids=tuple(token for token in stop_token_ids if token is not None),
+        stop_token_ids=_integers(body.stop_token_ids or (), "stop_token_ids"),
         min_tokens=min_tokens,
         ignore_eos=body.ignore_eos or False,
         seed=_seed(body.seed, "seed"),
+        num_logprobs=num_logprobs,
+        constraint=parse_constraint(body, thinking=isinstance(body, ChatBody) and _thinking(body)),
     )
+
+
+def _integers(values: Sequence[float], param: str) -> tuple[int, ...]:
+    found = (as_integer(value, f"{param}[{index}]") for index, value in enumerate(values))
+    return tuple(value for value in found if value is not None)
+
+
+def _biases(biases: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Read `logit_bias`, whose keys are token ids."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 8 and int(key) <= MAX_TOKEN_ID):
+            raise RequestError(
+                f"'logit_bias' has the key {shorten(key)}, which is not the id of a token.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+    found = {int(key): bias for key, bias in biases.items()}
+    return tuple((token, bias) for token, bias in found.items() if bias)
 
 
 def _alias(fields: ChatBody | SpeechFields, name: str, other: str, prefix: str) -> int | None:
@@ -383,9 +517,11 @@ def _stop(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _thinking(body: ChatBody) -> bool:
-    """Read `thinking`, or what `chat_template_kwargs` says; several may be given when they agree."""
+    """Read `thinking`, `reasoning_effort` or `chat_template_kwargs`; several may be given when they agree."""
     switches = body.chat_template_kwargs
     given = {"thinking": body.thinking}
+    if body.reasoning_effort is not None:  # the model knows no degrees
+        given["reasoning_effort"] = body.reasoning_effort not in ("none", "minimal")
     if switches is not None:
         given["chat_template_kwargs.enable_thinking"] = switches.enable_thinking
         given["chat_template_kwargs.thinking"] = switches.thinking
@@ -396,7 +532,7 @@ def _thinking(body: ChatBody) -> bool:
     return bool(stated and stated[0][1])
 
 
-def _include_usage(body: ChatBody) -> bool:
+def _include_usage(body: TextBody) -> bool:
     if body.stream_options is None:
         return False
     if not body.stream:

@@ -1,4 +1,4 @@
-"""JSON bodies of `/v1/chat/completions` and `/v1/audio/speech`: names, types and ranges of all fields, declared once.
+"""JSON bodies of the routes that run the model or its tokenizer: names, types and ranges of all fields, declared once.
 
 Decoding, range checks, error messages and the OpenAPI document come from these structs. Every field may be null, which
 counts as absent. A field of the type `Raw` is not decoded: it is ignored or refused. Unknown fields are refused at the
@@ -32,8 +32,16 @@ MAX_RECORDING_S = 30
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
 MAX_TOKEN_ID = 1 << 24
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 128
 MAX_STOP_CHARACTERS = 1000  # the most text that is held back and searched at each token
 MIN_PENALTY = 0.01  # logits are divided by it
+MAX_ANSWERS = 128  # as with OpenAI; each takes a place in the thinker's queue
+MAX_TOP_LOGPROBS = 20
+MAX_LOGPROBS = 5  # of completions
+MAX_BIASES = 300
+MAX_BIAS = 100.0
+MAX_SCHEMA_NAME = 64  # as with OpenAI
 
 _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
@@ -59,6 +67,9 @@ _SAMPLE_RATE = Meta(
     description="Hz of the clip; by default the model's, and 24000 for raw PCM. Of mp3, aac and opus only some.",
 )
 _TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
+_NUM_ANSWERS = Meta(ge=1, le=MAX_ANSWERS)
+_TOP_LOGPROBS = Meta(ge=0, le=MAX_TOP_LOGPROBS)
+_LOGPROBS = Meta(ge=0, le=MAX_LOGPROBS)
 Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
 MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
 TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
@@ -66,8 +77,16 @@ Pixels = Annotated[int, _PIXELS] | Annotated[float, _PIXELS]
 Priority = Annotated[int, _PRIORITY] | Annotated[float, _PRIORITY]
 SpeechLead = Annotated[int, _SPEECH_LEAD] | Annotated[float, _SPEECH_LEAD]
 TokenId = Annotated[int, _TOKEN_ID] | Annotated[float, _TOKEN_ID]
+NumAnswers = Annotated[int, _NUM_ANSWERS] | Annotated[float, _NUM_ANSWERS]
+TopLogprobs = Annotated[int, _TOP_LOGPROBS] | Annotated[float, _TOP_LOGPROBS]
+Logprobs = Annotated[int, _LOGPROBS] | Annotated[float, _LOGPROBS]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+_NUMERALS = Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,7}$"}})
+Biases = Annotated[dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]], _NUMERALS]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 StopString = Annotated[str, Meta(max_length=MAX_STOP_CHARACTERS)]
 Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
+JsonSchema = dict[str, Any] | bool
 MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 SampleRate = Annotated[int, _SAMPLE_RATE] | Annotated[float, _SAMPLE_RATE]
 
@@ -191,6 +210,7 @@ class AssistantMessage(_GivenMessage, tag="assistant"):
 
     audio: EarlierAudio | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Meta(max_length=MAX_PARTS)] | None = None
     function_call: FunctionCall | None = None
 
@@ -229,6 +249,48 @@ class ChatAudio(SpeechFields, kw_only=True):
     format: AudioFormat | None = None
 
 
+ToolName = Annotated[str, Meta(max_length=MAX_TOOL_NAME)]
+
+
+class FunctionBody(Struct, kw_only=True):
+    """A function that answers may call. The prompt has all of it, unknown fields included.
+
+    `strict`: whether arguments are constrained to the JSON schema `parameters`.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Struct, tag_field="type", tag="function"):
+    function: FunctionBody
+
+
+class ToolsBody(Struct):
+    """`tools` as it is checked. Parsing keeps the objects, whose order of keys the prompt repeats."""
+
+    tools: list[FunctionTool]
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: ToolName
+
+
+class NamedTool(Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    function: FunctionName
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    allowed_tools: AllowedTools
+
+
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Raw = _ABSENT
@@ -247,34 +309,98 @@ class ProcessorSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
-class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
+class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """The answer is free."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True):
+    """The answer is any JSON object."""
+
+
+class NamedSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON schema, which is always enforced. `name`, `description` and `strict` change nothing."""
+
+    name: Annotated[str, Meta(max_length=MAX_SCHEMA_NAME)]
+    schema: JsonSchema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    """The answer matches a JSON schema."""
+
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to constrain an answer: one of these. `json`: a schema or its text; `grammar`: Lark."""
+
+    json: JsonSchema | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class TextBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of all requests for text."""
 
     model: str | None = None
-    messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
-    images: MediaList | None = None
-    audios: MediaList | None = None
-    videos: MediaList | None = None
-    modalities: Annotated[list[str], Meta(max_length=8)] | None = None
-    audio: ChatAudio | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
-    thinking: bool | None = None
-    chat_template_kwargs: TemplateSwitches | None = None
+    n: NumAnswers | None = None
     # sampling
     max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=MIN_PENALTY, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: MinCount | None = None
     ignore_eos: bool | None = None
     seed: int | float | None = None
+    # constraints of the answer
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class ChatBody(TextBody, kw_only=True):
+    """Fields of `POST /v1/chat/completions` that change the answer; `CHAT_BODY` has all."""
+
+    messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)] | None = None
+    images: MediaList | None = None
+    audios: MediaList | None = None
+    videos: MediaList | None = None
+    tools: (
+        Annotated[
+            list[dict[str, Any]],
+            Meta(
+                max_length=MAX_TOOLS,
+                extra_json_schema={"items": {"$ref": "#/components/schemas/FunctionTool"}},
+            ),
+        ]
+        | None
+    ) = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
+    parallel_tool_calls: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
+    modalities: Annotated[list[str], Meta(max_length=8)] | None = None
+    audio: ChatAudio | None = None
+    max_completion_tokens: Count | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
     image_max_pixels: Pixels | None = None
     # video sampling
     video_fps: Annotated[float, Meta(gt=0.0, le=1000.0)] | None = None
@@ -283,6 +409,32 @@ class ChatBody(Struct, kw_only=True, forbid_unknown_fields=True):
     video_max_pixels: Pixels | None = None
     video_total_pixels: Pixels | None = None
     mm_processor_kwargs: ProcessorSwitches | None = None
+
+
+class CompletionBody(TextBody, kw_only=True):
+    """Fields of `POST /v1/completions` that change the answer; `COMPLETION_BODY` has all.
+
+    `prompt`: a text or token ids, or an array with one of them.
+    """
+
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(max_length=MAX_TOKENS)] | None = None
+    best_of: NumAnswers | None = None
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+
+
+class TokenizeBody(ChatBody, kw_only=True):
+    """Fields of `POST /tokenize`: `prompt`, or those of a chat; `TOKENIZE_BODY` has all."""
+
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds | None = None
 
 
 class SpeechBody(SpeechFields, kw_only=True):
@@ -322,52 +474,95 @@ class NewVoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
 Refused = Mapping[str, tuple[str, tuple[object, ...]]]
 
 # Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
-CHAT_REFUSED: Refused = {
-    "n": ("one choice is generated per request", (1,)),
-    "tools": ("tool calls are not implemented", ([],)),
-    "tool_choice": ("tool calls are not implemented", ("none", "auto")),
-    "parallel_tool_calls": ("tool calls are not implemented", (False, True)),
-    "functions": ("tool calls are not implemented", ([],)),
-    "function_call": ("tool calls are not implemented", ("none", "auto")),
-    "logprobs": ("log probabilities are not returned", (False,)),
-    "top_logprobs": ("log probabilities are not returned", (0,)),
-    "logit_bias": ("logits are not biased", ({},)),
-    "response_format": ("the text is not constrained", ({"type": "text"},)),
-    "frequency_penalty": ("use 'repetition_penalty'", (0,)),
-    "presence_penalty": ("use 'repetition_penalty'", (0,)),
-    "prediction": ("predicted outputs are not used", ()),
-    "moderation": ("nothing is moderated here", ()),
-    "web_search_options": ("nothing is searched here", ()),
-    "reasoning_effort": ("use 'thinking': true or false", ("none",)),
-    "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
-    "image_generation": ("images are not generated", ()),
-    "stage_sampling": ("sampling is set for the whole request", ({},)),
-    "stage_params": ("parameters are set for the whole request", ({},)),
-    "best_of": ("one choice is generated per request", (1,)),
+_SAMPLING_REFUSED: Refused = {
     "use_beam_search": ("there is no beam search", (False,)),
     "length_penalty": ("there is no beam search", (1,)),
     "skip_special_tokens": ("special tokens of an answer have no text", (True,)),
     "spaces_between_special_tokens": ("special tokens of an answer have no text", (False, True)),
     "include_stop_str_in_output": ("an answer ends before its stop string", (False,)),
-    "prompt_logprobs": ("log probabilities are not returned", (0,)),
-    "allowed_token_ids": ("logits are not biased", ()),
-    "bad_words": ("logits are not biased", ([],)),
-    "logits_processors": ("logits are not biased", ([],)),
+    "prompt_logprobs": ("log probabilities of the prompt are not computed", (0,)),
+    "allowed_token_ids": ("use 'logit_bias'", ()),
+    "bad_words": ("use 'logit_bias'", ([],)),
+    "logits_processors": ("use 'logit_bias'", ([],)),
     "truncate_prompt_tokens": ("a prompt that is too long is refused, not cut", ()),
-    "echo": ("an answer does not repeat the prompt", (False,)),
-    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
-    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
-    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
-    "chat_template": ("the artifact's own template is used", ()),
-    "documents": ("put the text into a message", ([],)),
-    "structured_outputs": ("the text is not constrained", ({},)),
-    "guided_json": ("the text is not constrained", ()),
-    "guided_regex": ("the text is not constrained", ()),
-    "guided_choice": ("the text is not constrained", ()),
-    "guided_grammar": ("the text is not constrained", ()),
     "return_token_ids": ("token ids are not returned", (False,)),
     "return_tokens_as_token_ids": ("token ids are not returned", (False,)),
 }
+_SERVING_REFUSED: Refused = {
+    **dict.fromkeys(("cache_salt", "extra_key"), ("all requests share the prefix cache", ())),
+    **dict.fromkeys(
+        (
+            "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank",
+            "ec_transfer_params", "kv_transfer_params", "routed_dp_rank",
+        ),
+        ("one replica answers the whole request, and what is before it chooses which", ()),
+    ),
+    **dict.fromkeys(
+        (
+            "return_cached_tokens_details", "return_hidden_states", "return_routed_experts", "return_token_offsets",
+        ),
+        ("an answer has no such part", (False,)),
+    ),
+    **dict.fromkeys(
+        ("routed_experts_prompt_start", "routed_experts_start_len"), ("an answer has no such part", (0,))
+    ),
+    **dict.fromkeys(("ebnf", "regex"), ("use 'structured_outputs'", ())),
+    **dict.fromkeys(("custom_logit_processor", "custom_params"), ("use 'logit_bias'", ())),
+    "images_config": ("images are not generated", ()),
+    "logprob_token_ids": ("the likeliest tokens are returned; use 'top_logprobs' or 'logprobs'", ()),
+    "lora_path": ("there are no adapters", ()),
+    "ngram_corpus_id": ("tokens are not guessed ahead", ()),
+    "no_stop_trim": ("an answer ends before its stop string", (False,)),
+    "repetition_detection": ("use 'repetition_penalty'", ()),
+    "return_mm_kwargs": ("an answer has no such part", (False, True)),
+    "session_params": ("every request has its whole prompt", ({},)),
+    "stop_regex": ("use 'stop'", ()),
+    "stream_interval": ("every token is sent at once", (1,)),
+    "thinking_token_budget": ("use 'max_tokens'", (-1,)),
+    "truncation_side": ("a prompt that is too long is refused, not cut", ()),
+    "vllm_xargs": ("there are no further parameters", ({},)),
+    "watermarking": ("answers have no watermark", (False,)),
+}  # fmt: skip
+CHAT_REFUSED: Refused = {
+    "functions": ("use 'tools'", ([],)),
+    "function_call": ("use 'tool_choice'", ("none", "auto")),
+    "prediction": ("predicted outputs are not used", ()),
+    "moderation": ("nothing is moderated here", ()),
+    "web_search_options": ("nothing is searched here", ()),
+    "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
+    "image_generation": ("images are not generated", ()),
+    "stage_sampling": ("sampling is set for the whole request", ({},)),
+    "stage_params": ("parameters are set for the whole request", ({},)),
+    "best_of": ("all answers are returned; use 'n'", (1,)),
+    "echo": ("an answer does not repeat the prompt", (False,)),
+    "add_special_tokens": ("the chat template alone writes special tokens", (False,)),
+    "add_generation_prompt": ("every prompt ends with the assistant's turn", (True,)),
+    "continue_final_message": ("every prompt ends with the assistant's turn", (False,)),
+    "chat_template": ("the artifact's own template is used", ()),
+    "documents": ("put the text into a message", ([],)),
+    "include_reasoning": ("thoughts are returned", (True,)),
+    "input_ids": ("use /v1/completions", ()),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), ("use 'image_max_pixels'", ())),
+    "media_io_kwargs": ("use the fields of images and videos", ({},)),
+    **dict.fromkeys(
+        ("return_meta_info", "return_prompt_text", "return_prompt_token_ids"), ("use /tokenize", (False,))
+    ),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), ("thoughts are told from the text", (True,))),
+    "task": ("the template has no tasks", ()),
+    "use_audio_in_video": ("use 'mm_processor_kwargs'", (False,)),
+    **_SERVING_REFUSED,
+    **_SAMPLING_REFUSED,
+}
+COMPLETION_REFUSED: Refused = {
+    "suffix": ("a text is continued, nothing is inserted", ("",)),
+    "prompt_embeds": ("the prompt is a text or token ids", ()),
+    "add_special_tokens": ("the prompt is used as it is", (False, True)),
+    "response_format": ("use 'structured_outputs'", ({"type": "text"},)),
+    "json_schema": ("use 'structured_outputs'", ()),
+    **_SERVING_REFUSED,
+    **_SAMPLING_REFUSED,
+}
+TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokenizer adds none", (False, True))}
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(
     (
@@ -381,15 +576,21 @@ SPEECH_REFUSED: Refused = dict.fromkeys(
 # Fields that change no answer.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention",
+    "prompt_cache_options", "prompt_cache_retention", "custom_labels", "rid", "session_id",
 )  # fmt: skip
 
 _Body = TypeVar("_Body", bound=Struct)
 
 
+def _refusal(why: str, neutral: tuple[object, ...]) -> str:
+    """Describe a refused field; values that request nothing are written as JSON."""
+    values = " or ".join(f"`{json.encode(value).decode()}`" for value in neutral)
+    return f"Refused, except {values}: {why}." if values else f"Refused: {why}."
+
+
 def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
     """Define a struct of the same name that also has the refused and the ignored fields, undecoded."""
-    others = {name: f"Only with a value that requests nothing: {why}." for name, (why, _) in refused.items()}
+    others = {name: _refusal(why, neutral) for name, (why, neutral) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [
         (name, Annotated[Raw, Meta(description=text)], field(default_factory=Raw))
@@ -402,4 +603,7 @@ def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
 
 
 CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
+COMPLETION_BODY = _with_other_fields(CompletionBody, COMPLETION_REFUSED)
+TOKENIZE_BODY = _with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
+DETOKENIZE_BODY = _with_other_fields(DetokenizeBody, {})
 SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from mingc.runtime.request import NOTHING_TO_SPEAK, Done, FinishReason, ServiceInfo, Usage
+from mingc import __version__
+from mingc.runtime.request import (
+    NOTHING_TO_SPEAK,
+    Done,
+    Event,
+    FinishReason,
+    ServiceInfo,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallDone,
+    ToolCallFailed,
+    Usage,
+)
 from mingc.runtime.voices import VoiceInfo
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState, Status
@@ -139,16 +153,49 @@ class AnswerAudio(Struct, forbid_unknown_fields=True, kw_only=True):
     transcript: str
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`arguments`: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(Struct, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
+    id: str
+    function: CalledFunction
+
+
 class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True):
-    content: str
+    """`content`: null if the answer has calls and no text."""
+
+    content: str | None
     refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
     audio: AnswerAudio | UnsetType = UNSET
+
+
+class TopLogprob(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A token, the bytes that it adds to the text's UTF-8 (null for a special token), and its log probability."""
+
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, forbid_unknown_fields=True):
+    content: list[TokenLogprob]
+    refusal: None = None
 
 
 class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
@@ -180,9 +227,25 @@ class DeltaAudio(Struct, kw_only=True):
     transcript: str | UnsetType = UNSET
 
 
+class DeltaFunction(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class DeltaCall(Struct, kw_only=True):
+    """Part of a call. Clients join the fields of all chunks, so id, type and name are in the first one only."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: DeltaFunction
+
+
 class Delta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaCall] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     audio: DeltaAudio | UnsetType = UNSET
 
@@ -190,7 +253,7 @@ class Delta(Struct, kw_only=True):
 class ChunkChoice(Struct, kw_only=True):
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -204,6 +267,55 @@ class ChatChunk(Struct, tag_field="object", tag="chat.completion.chunk", kw_only
     usage: ChatUsage | UnsetType | None = UNSET
     timings_ms: dict[str, float] | UnsetType = UNSET
     speech_error: SpeechError | UnsetType = UNSET
+
+
+class CompletionLogprobs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Lists with one item for each token."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+
+class CompletionChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class TextCompletion(
+    Struct, tag_field="object", tag="text_completion", forbid_unknown_fields=True, kw_only=True
+):
+    """A completion, or one event of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: ChatUsage | UnsetType | None = UNSET
+    timings_ms: dict[str, float] | UnsetType = UNSET
+
+
+class TokenList(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`token_strs`: the tokens as the vocabulary writes them, if they are requested."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, forbid_unknown_fields=True):
+    prompt: str
+
+
+class Version(Struct, forbid_unknown_fields=True):
+    version: str
+
+
+VERSION = Version(__version__)
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
@@ -279,7 +391,7 @@ def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
     return {
         "input_modalities": [name for name, is_able in inputs.items() if is_able],
         "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
-        "routes": ["/v1/chat/completions"] * info.has_text
+        "routes": ["/v1/chat/completions", "/v1/completions"] * info.has_text
         + ["/v1/audio/transcriptions"] * (info.has_text and info.has_audio_input)
         + ["/v1/audio/speech"] * info.has_speech,
         "media_limits": {"request_bytes": options.max_media_bytes, **info.media_limits}
@@ -311,30 +423,106 @@ def speech_done(usage: Usage, segments: list[SegmentTime] | None = None) -> Spee
     )
 
 
+class Answer:
+    """Collects what a client gets of an answer besides its speech.
+
+    Attributes:
+        calls: those that are complete.
+        done: the last event that was added.
+    """
+
+    done: Done
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._text: list[str] = []
+        self._thought: list[str] = []
+        self.calls: list[ToolCallDone] = []
+
+    def add(self, event: Event) -> None:
+        match event:
+            case TextDelta(kind="thought"):
+                self._thought.append(event.text)
+            case TextDelta():
+                self._content.append(event.text)
+                self._text.append(event.text)
+            case ToolCallDone():
+                self.calls.append(event)
+            case ToolCallFailed():
+                self._content.append(event.text)
+            case Done():
+                self.done = event
+
+    @property
+    def content(self) -> str | None:
+        """Its text and what was to be a call; None if it has calls alone."""
+        return "".join(self._content) or (None if self.calls else "")
+
+    @property
+    def text(self) -> str:
+        """Its text alone, which is what its speech says."""
+        return "".join(self._text)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
+
+    @property
+    def has_only_calls(self) -> bool:
+        """Whether it calls tools and says nothing: then it has no clip."""
+        return bool(self.calls) and not self.done.usage.audio_patches
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatResponseBuilder:
-    """Builds the response objects of one chat request, which share id, model and time."""
+    """Builds the response objects of one chat request, which share id, model and time.
+
+    `index`: the answer of whose stream it builds chunks.
+    """
 
     request_id: str
     model: str
     include_usage: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
+    index: int = 0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    def completion(self, *, text: str, audio: str | None, done: Done) -> ChatCompletion:
-        """Make the complete answer. `audio`: base64 of a clip."""
-        message = AnswerMessage(content=text, refusal=None)
-        if audio is not None:
-            message.audio = AnswerAudio(
-                id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=text
+    def completion(
+        self,
+        answers: Sequence[Answer],
+        *,
+        audio: str | None,
+        logprobs: Sequence[ChatLogprobs] | None = None,
+    ) -> ChatCompletion:
+        """Make the complete answers. `audio`: base64 of the clip of a single one."""
+        choices = []
+        for index, answer in enumerate(answers):
+            calls = [
+                AnswerCall(id=_call_id(), function=CalledFunction(name=call.name, arguments=call.arguments))
+                for call in answer.calls
+            ]
+            message = AnswerMessage(
+                content=answer.content,
+                refusal=None,
+                reasoning_content=answer.thought or UNSET,
+                tool_calls=calls or UNSET,
             )
+            if audio is not None:
+                message.audio = AnswerAudio(
+                    id=self._audio_id, data=audio, expires_at=_expires_at(), transcript=answer.text
+                )
+            found = None if logprobs is None else logprobs[index]
+            choices.append(
+                Choice(index=index, message=message, logprobs=found, finish_reason=answer.done.finish_reason)
+            )
+        dones = [answer.done for answer in answers]
         return ChatCompletion(
             id=self.request_id,
             created=self.created,
             model=self.model,
-            choices=[Choice(index=0, message=message, logprobs=None, finish_reason=done.finish_reason)],
-            usage=chat_usage(done.usage),
-            timings_ms=done.timings_ms,
-            speech_error=_speech_error(done),
+            choices=choices,
+            usage=chat_usage(total_usage(dones)),
+            timings_ms=last_timings(dones),
+            speech_error=_speech_error(dones[0]),
         )
 
     def end_chunk(self, done: Done) -> ChatChunk:
@@ -347,18 +535,29 @@ class ChatResponseBuilder:
         delta: Delta,
         finish_reason: FinishReason | None = None,
         timings_ms: dict[str, float] | None = None,
+        logprobs: ChatLogprobs | None = None,
     ) -> ChatChunk:
         return ChatChunk(
             id=self.request_id,
             created=self.created,
             model=self.model,
-            choices=[ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=finish_reason)],
+            choices=[
+                ChunkChoice(index=self.index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
+            ],
             usage=None if self.include_usage else UNSET,
             timings_ms=UNSET if timings_ms is None else timings_ms,
         )
 
-    def role_chunk(self) -> ChatChunk:
-        return self.chunk(Delta(role="assistant", content="", refusal=None))
+    def role_chunk(self, *, has_text: bool = True) -> ChatChunk:
+        """`has_text`: whether text comes first, not a thought or a call."""
+        return self.chunk(Delta(role="assistant", content="" if has_text else None, refusal=None))
+
+    def call_chunk(self, part: ToolCallDelta) -> ChatChunk:
+        """The first part of a call, with its name, gives it an id."""
+        call = DeltaCall(index=part.index, function=DeltaFunction(arguments=part.arguments))
+        if part.name is not None:
+            call.id, call.type, call.function.name = _call_id(), "function", part.name
+        return self.chunk(Delta(tool_calls=[call]))
 
     def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
         """Base64 of a part of the clip."""
@@ -379,10 +578,57 @@ class ChatResponseBuilder:
         return "audio-" + self.request_id.removeprefix("chatcmpl-")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionResponseBuilder:
+    """Builds the response objects of one completion request, which share id, model and time."""
+
+    request_id: str
+    model: str
+    include_usage: bool = False
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    def completion(self, choices: list[CompletionChoice], dones: Sequence[Done]) -> TextCompletion:
+        """Make the complete answers."""
+        return TextCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=chat_usage(total_usage(dones)),
+            timings_ms=last_timings(dones),
+        )
+
+    def chunk(
+        self, *choices: CompletionChoice, done: Done | None = None, usage: Usage | None = None
+    ) -> TextCompletion:
+        """One event of a stream. `done`: the end of its answer."""
+        return TextCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[*choices],
+            usage=chat_usage(usage) if usage else None if self.include_usage else UNSET,
+            timings_ms=UNSET if done is None else done.timings_ms,
+        )
+
+
+def total_usage(dones: Sequence[Done]) -> Usage:
+    return sum((done.usage for done in dones), Usage())
+
+
+def last_timings(dones: Sequence[Done]) -> dict[str, float]:
+    """The timings of the answer that ended last."""
+    return max((done.timings_ms for done in dones), key=lambda timings: timings.get("done", 0.0))
+
+
 def _speech_error(done: Done) -> SpeechError | UnsetType:
     if not done.has_nothing_to_speak:
         return UNSET
     return SpeechError(code="nothing_to_speak", message=NOTHING_TO_SPEAK)
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _expires_at() -> int:

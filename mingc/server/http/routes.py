@@ -1,4 +1,4 @@
-"""The routes that run the model, as ASGI apps: admission, reading the body, the response, cancellation.
+"""The routes that run the model or its tokenizer, as ASGI apps: admission, the body, the response, cancellation.
 
 `parsing` checks the body, `streaming` writes the response.
 """
@@ -9,19 +9,19 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, aclosing, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError
 from mingc.prompts.conversation import MediaPart
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import (
     ChatRequest,
@@ -30,21 +30,38 @@ from mingc.runtime.request import (
     ServiceInfo,
     SpeechParams,
     SpeechRequest,
+    TextRequest,
     TranscriptDelta,
     TranscriptionRequest,
     TranscriptSegment,
 )
 from mingc.runtime.voices import VoiceSample
 from mingc.server.audio_format import AudioSpec
+from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
-from mingc.server.http.body import BodyBudget, Charge, read_body
+from mingc.server.http.body import read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
-from mingc.server.http.parsing import no_speech, parse_chat, parse_speech, parse_voice
+from mingc.server.http.parsing import (
+    no_speech,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_speech,
+    parse_tokenize,
+    parse_voice,
+)
 from mingc.server.http.request_schemas import MAX_RECORDING_S, MAX_REF_TEXT, MAX_SAMPLE_BYTES
-from mingc.server.http.response_schemas import ChatResponseBuilder, sse, voice_object
+from mingc.server.http.response_schemas import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    Detokenized,
+    TokenList,
+    sse,
+    voice_object,
+)
 from mingc.server.http.streaming import (
     JSON,
     SSE,
@@ -52,6 +69,8 @@ from mingc.server.http.streaming import (
     SegmentTimes,
     chat_chunks,
     chat_completion,
+    completion,
+    completion_chunks,
     speech_clip,
     speech_events,
     speech_parts,
@@ -92,7 +111,7 @@ class HttpState:
         return cls(
             server=server,
             media=MediaLoader(options),
-            bodies=BodyBudget(options.max_total_body_bytes, server.metrics),
+            bodies=server.bodies,
             answers=AnswerBudget(options.max_total_answer_bytes, server.metrics),
         )
 
@@ -102,22 +121,25 @@ class HttpState:
         """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
         return closing(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
 
-    async def with_recording(
-        self, speech: SpeechParams | None, ref_audio: MediaPart | None
-    ) -> SpeechParams | None:
-        """`speech` with the bytes of the recording of its voice."""
-        if speech is None or ref_audio is None or not isinstance(speech.reference, VoiceSample):
+    async def load_recording(self, speech: SpeechParams, key: KeyUse, prefix: str) -> SpeechParams:
+        """`speech` with the bytes of a recording that a request brings along, and its words.
+
+        `prefix`: the path of its fields in the request.
+        """
+        sample = speech.reference
+        if not isinstance(sample, VoiceSample) or not isinstance(sample.recording, str):
             return speech
-        recording = await self.media.load_one(ref_audio, MAX_SAMPLE_BYTES)
-        sample = replace(speech.reference, recording=recording)
+        part = MediaPart(kind="audio", data=sample.recording, where=f"{prefix}ref_audio")
+        recording = await self.media.load_one(part, MAX_SAMPLE_BYTES)
+        sample = replace(sample, recording=recording)
         if not sample.transcript and self.server.service.info.has_audio_input:
-            key = hashlib.sha256(recording).digest()
-            if (words := self._words.get(key)) is None:
-                words = (await transcribed(self.server.service, sample)).transcript or ""
+            digest = hashlib.sha256(recording).digest()
+            if digest not in self._words:
+                words = (await transcribed(self.server.service, sample, key)).transcript or ""
                 while len(self._words) >= _MAX_TRANSCRIPTS:
                     del self._words[next(iter(self._words))]
-                self._words[key] = words
-            sample = replace(sample, transcript=words)
+                self._words[digest] = words
+            sample = replace(sample, transcript=self._words[digest])
         return replace(speech, reference=sample)
 
     async def parse(
@@ -128,12 +150,6 @@ class HttpState:
         if len(raw) <= _PARSED_INLINE:
             return parse(raw, info, options)
         return await asyncio.get_running_loop().run_in_executor(self._parser, parse, raw, info, options)
-
-
-def recording_size(speech: SpeechParams | None) -> int:
-    """Bytes of the recording that a request brings along."""
-    sample = None if speech is None else speech.reference
-    return len(sample.recording) if isinstance(sample, VoiceSample) else 0
 
 
 Handler = Callable[[HttpState, "RequestBody", ResponseWriter], Awaitable[None]]
@@ -246,40 +262,109 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     """`POST /v1/chat/completions`."""
     server = state.server
     timer = server.metrics.timer()
-    info = server.service.info
     parsed = await state.parse(parse_chat, body.take())
-    body.key.add_chat(
-        "".join(message.prompt_text for message in parsed.messages),
-        parsed.sampling.max_tokens,
-        is_spoken=parsed.speech is not None,
+    request, audio = parsed.request, parsed.audio
+    texts = [message.prompt_text for message in request.messages]
+    body.key.add_text(
+        "".join((*texts, *(tool.definition for tool in request.tools.tools))),
+        request.sampling.max_tokens * request.num_answers,
+        is_spoken=request.speech is not None,
     )
-    messages = await state.media.load(parsed.messages)
-    speech = await state.with_recording(parsed.speech, parsed.ref_audio)
-    parsed = replace(parsed, messages=(), ref_audio=None)  # their base64 is decoded
-    body.charge.set(sum(message.size for message in messages) + recording_size(speech))
-    audio = parsed.audio
-    request = ChatRequest(
-        request_id=f"chatcmpl-{uuid.uuid4().hex[:24]}",
-        messages=messages,
-        sampling=parsed.sampling,
-        speech=speech,
-        video=parsed.video,
-        thinking=parsed.thinking,
-        is_live=parsed.stream and audio is not None and audio.is_playable_in_parts,
-        priority=parsed.priority,
-    )
+    stream, include_usage = parsed.stream, parsed.include_usage
+    del parsed  # its base64, which is decoded now
+    request = await _load_media(state, request, body)
     builder = ChatResponseBuilder(
-        request_id=request.request_id, model=info.model, include_usage=parsed.include_usage
+        request_id=request.request_id, model=server.service.info.model, include_usage=include_usage
     )
-    if parsed.stream:
+    options: Any = {"num_answers": request.num_answers, "tokenizer": _tokenizer_for(server, request)}
+    if stream:
         with nullcontext() if audio is None else state.stream(audio) as clip:
-            async with timer.measure(server.service.chat(request)) as events:
-                await response.send_stream(SSE, chat_chunks(events, builder, clip))
+            async with timer.measure(server.service.answers(request)) as answers:
+                await response.send_stream(SSE, chat_chunks(answers, builder, clip, **options))
     else:
         with nullcontext() if audio is None else state.answers.keep(audio) as kept:
-            async with timer.measure(server.service.chat(request)) as events:
-                whole = await chat_completion(events, builder, kept)
+            async with timer.measure(server.service.answers(request)) as answers:
+                whole = await chat_completion(answers, builder, kept, **options)
             await response.send_whole(JSON, *whole)
+
+
+async def _load_media(state: HttpState, request: ChatRequest, body: RequestBody) -> ChatRequest:
+    messages = await state.media.load(request.messages)
+    speech = request.speech
+    if speech is not None:
+        speech = await state.load_recording(speech, body.key, "audio.")
+    body.charge.set(sum(message.size for message in messages) + _recording_size(speech))
+    return replace(request, messages=messages, speech=speech)
+
+
+def _recording_size(speech: SpeechParams | None) -> int:
+    sample = None if speech is None else speech.reference
+    return len(sample.recording) if isinstance(sample, VoiceSample) else 0
+
+
+def _tokenizer_for(server: ServerState, request: TextRequest) -> TextTokenizer | None:
+    """The tokenizer if log probabilities are requested."""
+    return None if request.sampling.num_logprobs is None else server.service.tokenizer
+
+
+async def handle_completion(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/completions`."""
+    server = state.server
+    timer = server.metrics.timer()
+    parsed = await state.parse(parse_completion, body.take())
+    request, shown = parsed.request, parsed.shown_prompt
+    body.key.add_text(request.prompt, request.sampling.max_tokens * request.num_answers)
+    if not isinstance(shown, str):
+        shown = await _detokenize(server.service.tokenizer, shown, "prompt")
+    builder = CompletionResponseBuilder(
+        request_id=request.request_id, model=server.service.info.model, include_usage=parsed.include_usage
+    )
+    options: Any = {
+        "num_answers": request.num_answers,
+        "shown_prompt": shown,
+        "tokenizer": _tokenizer_for(server, request),
+    }
+    async with timer.measure(server.service.answers(request)) as answers:
+        if parsed.stream:
+            await response.send_stream(SSE, completion_chunks(answers, builder, **options))
+        else:
+            await response.send_whole(JSON, *await completion(answers, builder, **options))
+
+
+async def handle_tokenize(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /tokenize`."""
+    service = state.server.service
+    prompt, with_names = await state.parse(parse_tokenize, body.take())
+    if not isinstance(prompt, str):
+        prompt = await _load_media(state, replace(prompt, speech=None), body)
+    tokens = list(await service.tokenize(prompt))
+    names = None
+    if with_names:
+        names = await asyncio.to_thread(lambda: [service.tokenizer.token_name(token) for token in tokens])
+    await response.send_object(
+        TokenList(
+            count=len(tokens), max_model_len=service.info.max_model_len, tokens=tokens, token_strs=names
+        )
+    )
+
+
+async def handle_detokenize(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /detokenize`."""
+    tokens = await state.parse(parse_detokenize, body.take())
+    text = await _detokenize(state.server.service.tokenizer, tokens, "tokens")
+    await response.send_object(Detokenized(text))
+
+
+async def _detokenize(tokenizer: TextTokenizer, tokens: Sequence[int], param: str) -> str:
+    """The text of tokens, with the names of special ones. Raises: RequestError naming an unknown one."""
+
+    def decode() -> str:
+        for index, token in enumerate(tokens):
+            if not tokenizer.token_name(token):
+                raise invalid(f"{param}[{index}]", f"is {token}, which is not the id of a token")
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return await asyncio.to_thread(decode)
 
 
 async def handle_transcription(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
@@ -288,9 +373,7 @@ async def handle_transcription(state: HttpState, body: RequestBody, response: Re
     parse = partial(parse_transcription, content_type=body.content_type)
     parsed = await state.parse(parse, body.take())
     # so many answers are written at a time
-    body.key.add_chat(
-        parsed.prompt_text * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD, is_spoken=False
-    )
+    body.key.add_text(parsed.prompt_text * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
     request = replace(parsed.request, request_id=f"transcript-{uuid.uuid4().hex[:24]}")
     async with aclosing(server.service.transcribe(request)) as events:
         counted = server.metrics.count_transcript(events)
@@ -311,14 +394,14 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     timer = server.metrics.timer()
     parsed = await state.parse(parse_speech, body.take())
     body.key.add_speech(parsed.text)
-    speech = await state.with_recording(parsed.speech, parsed.ref_audio)
-    parsed = replace(parsed, ref_audio=None)
-    body.charge.set(recording_size(speech))
+    speech = await state.load_recording(parsed.speech, body.key, "")
+    parsed = replace(parsed, speech=speech)  # without its base64
+    body.charge.set(_recording_size(speech))
     audio = parsed.audio
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}",
         text=parsed.text,
-        speech=speech or parsed.speech,
+        speech=parsed.speech,
         is_live=parsed.delivery != "whole" and audio.is_playable_in_parts,
         priority=parsed.priority,
     )
@@ -352,16 +435,17 @@ async def handle_add_voice(state: HttpState, body: RequestBody, response: Respon
         )
     body.charge.set(len(voice.sample.recording))
     if voice.sample.recording and not voice.sample.transcript and service.info.has_audio_input:
-        voice = replace(voice, sample=await transcribed(service, voice.sample))
-    added = msgspec.json.encode(voice_object(await service.add_voice(voice), is_new=True))
-    await response.send_whole(JSON, len(added), _whole(added))
+        voice = replace(voice, sample=await transcribed(service, voice.sample, body.key))
+    await response.send_object(voice_object(await service.add_voice(voice), is_new=True))
 
 
-async def transcribed(service: Service, sample: VoiceSample) -> VoiceSample:
+async def transcribed(service: Service, sample: VoiceSample, key: KeyUse) -> VoiceSample:
     """`sample` with the words of its recording, as the model hears them.
 
-    Raises: RequestError when it is too long for a voice, or has no words.
+    Raises: RequestError when it is too long for a voice, has no words, or exceeds the limits of `key`.
     """
+    assert isinstance(sample.recording, bytes), "recordings are loaded"
+    key.add_text("", MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
     request = TranscriptionRequest(
         request_id=f"transcript-{uuid.uuid4().hex[:24]}",
         audio=sample.recording,
@@ -382,3 +466,12 @@ async def transcribed(service: Service, sample: VoiceSample) -> VoiceSample:
             code="invalid_value",
         )
     return replace(sample, transcript=words.strip()[:MAX_REF_TEXT])
+
+
+HANDLERS: dict[str, Handler] = {
+    "/v1/chat/completions": handle_chat,
+    "/v1/completions": handle_completion,
+    "/v1/audio/speech": handle_speech,
+    "/tokenize": handle_tokenize,
+    "/detokenize": handle_detokenize,
+}

@@ -8,17 +8,34 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Send
 
 from mingc.errors import WorkerError
-from mingc.runtime.request import AudioDelta, Done, Event, TextDelta
+from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime.request import (
+    AudioDelta,
+    Done,
+    Event,
+    TextDelta,
+    TokenLogprobs,
+    ToolCallDelta,
+    ToolCallFailed,
+    Usage,
+)
 from mingc.server.audio_format import AudioSpec, Base64Stream
 from mingc.server.http.clips import KeptClip, LiveClip
+from mingc.server.http.logprobs import CompletionLogprobsWriter, chat_logprobs
 from mingc.server.http.response_schemas import (
     SSE_DONE,
+    Answer,
+    ChatChunk,
     ChatResponseBuilder,
+    CompletionChoice,
+    CompletionResponseBuilder,
     Delta,
     SegmentTime,
     SpeechDelta,
@@ -32,6 +49,7 @@ SSE = "text/event-stream; charset=utf-8"
 Clip = LiveClip | KeptClip
 Whole = tuple[int, AsyncIterator[bytes]]
 """A body: its length, and its parts."""
+_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
 
 class ResponseWriter:
@@ -58,6 +76,10 @@ class ResponseWriter:
                 await self._send_last(part)
         if not self.is_ended:
             await self._send_last(b"")
+
+    async def send_object(self, value: msgspec.Struct) -> None:
+        """Send one object as JSON."""
+        await self.send_whole(JSON, *_whole(value))
 
     async def send_stream(self, content_type: str, parts: AsyncIterator[bytes]) -> None:
         """Send each part at once. An error of `parts` leaves the response open, so that it breaks off."""
@@ -87,13 +109,31 @@ class ResponseWriter:
         await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
 
 
+Answers = AsyncIterator[tuple[int, Event]]
+"""Events with the number of their answer."""
+
+
 async def chat_completion(
-    events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: KeptClip | None
+    answers: Answers,
+    builder: ChatResponseBuilder,
+    clip: KeptClip | None,
+    *,
+    num_answers: int = 1,
+    tokenizer: TextTokenizer | None = None,
 ) -> Whole:
-    """Encode one `chat.completion` object; `clip` is None if no speech was requested."""
-    text, done = await _collect(events, clip)
+    """Encode one `chat.completion` object.
+
+    `clip` is None if no speech was requested, `tokenizer` if no log probabilities were.
+    """
+    found, logprobs = await _collect(answers, clip, num_answers)
+    if found[0].has_only_calls:
+        clip = None
     mark = secrets.token_hex(16)  # the text of an answer cannot contain it
-    completion = builder.completion(text=text, audio=None if clip is None else mark, done=done)
+    completion = builder.completion(
+        found,
+        audio=None if clip is None else mark,
+        logprobs=None if tokenizer is None else [chat_logprobs(each, tokenizer) for each in logprobs],
+    )
     before, _, after = msgspec.json.encode(completion).partition(mark.encode())
     num_bytes = len(before) + len(after)
     if clip is not None:
@@ -110,44 +150,147 @@ async def chat_completion(
 
 
 async def chat_chunks(
-    events: AsyncIterator[Event], builder: ChatResponseBuilder, clip: Clip | None
+    answers: Answers,
+    builder: ChatResponseBuilder,
+    clip: Clip | None,
+    *,
+    num_answers: int = 1,
+    tokenizer: TextTokenizer | None = None,
 ) -> AsyncIterator[bytes]:
-    """Chunks: the role, one text delta per token, one audio delta per patch, the finish reason, `[DONE]`.
+    """Chunks of each answer: the role, one text delta per token, one audio delta per patch, the finish reason.
 
-    The payloads of all audio deltas, joined before or after decoding, form one file.
+    Then `[DONE]`. The payloads of all audio deltas, joined before or after decoding, form one file. `tokenizer`: see
+    `chat_completion`.
     """
-    encoder = None if clip is None else _ClipEncoder(clip)
-    has_role = has_audio = False
-    transcript: list[str] = []
-    async for event in _until_done(events):
-        if not has_role:
-            yield sse(builder.role_chunk())
-            has_role = True
-        if isinstance(event, TextDelta):
-            transcript.append(event.text)
-            yield sse(builder.chunk(Delta(content=event.text)))
-        elif isinstance(event, AudioDelta | Done) and encoder is not None:
-            async for data in encoder.encode(event):
-                yield sse(builder.audio_chunk(data, is_first=not has_audio))
-                has_audio = True
+    streams = [_ChatStream(replace(builder, index=index), clip, tokenizer) for index in range(num_answers)]
+    usage = Usage()
+    async for answer, event in until_done(answers, num_answers):
+        async for chunk in streams[answer].chunks(event):
+            yield sse(chunk)
         if isinstance(event, Done):
-            if encoder is not None:
-                yield sse(builder.audio_end_chunk("".join(transcript), is_first=not has_audio))
-            yield sse(builder.end_chunk(event))
-            if builder.include_usage:
-                yield sse(builder.usage_chunk(event.usage))
-            yield SSE_DONE
+            usage += event.usage
+    if builder.include_usage:
+        yield sse(builder.usage_chunk(usage))
+    yield SSE_DONE
+
+
+class _ChatStream:
+    """The chunks of one answer; see `chat_chunks`."""
+
+    def __init__(
+        self, builder: ChatResponseBuilder, clip: Clip | None, tokenizer: TextTokenizer | None
+    ) -> None:
+        self._builder = builder
+        self._encoder = None if clip is None else _ClipEncoder(clip)
+        self._tokenizer = tokenizer
+        self._has_role = self._has_audio = False
+        self._answer = Answer()
+
+    async def chunks(self, event: Event) -> AsyncIterator[ChatChunk]:
+        """The chunks that an event causes."""
+        builder = self._builder
+        self._answer.add(event)
+        if not self._has_role:
+            yield builder.role_chunk(has_text=not isinstance(event, TextDelta) or event.kind == "text")
+            self._has_role = True
+        match event:
+            case TextDelta():
+                if event.kind == "text" or event.text or event.logprobs:
+                    yield self._text_chunk(event)
+            case ToolCallDelta():
+                yield builder.call_chunk(event)
+            case ToolCallFailed():
+                yield builder.chunk(Delta(content=event.text))
+            case AudioDelta() | Done():
+                if isinstance(event, Done) and self._answer.has_only_calls:
+                    self._encoder = None
+                if self._encoder is not None:
+                    async for data in self._encoder.encode(event):
+                        yield builder.audio_chunk(data, is_first=not self._has_audio)
+                        self._has_audio = True
+        if isinstance(event, Done):
+            if self._encoder is not None:
+                yield builder.audio_end_chunk(self._answer.text, is_first=not self._has_audio)
+            yield builder.end_chunk(event)
+
+    def _text_chunk(self, event: TextDelta) -> ChatChunk:
+        delta = Delta()
+        if event.kind == "thought":
+            delta.reasoning_content = event.text
+        elif event.kind == "text":
+            delta.content = event.text
+        logprobs = None
+        if self._tokenizer is not None and event.logprobs:
+            logprobs = chat_logprobs(event.logprobs, self._tokenizer)
+        return self._builder.chunk(delta, logprobs=logprobs)
+
+
+async def completion(
+    answers: Answers,
+    builder: CompletionResponseBuilder,
+    *,
+    num_answers: int,
+    shown_prompt: str,
+    tokenizer: TextTokenizer | None,
+) -> Whole:
+    """Encode one `text_completion` object. `tokenizer`: see `chat_completion`."""
+    found, logprobs = await _collect(answers, None, num_answers)
+    choices = []
+    for index, answer in enumerate(found):
+        choice = CompletionChoice(
+            index=index, text=shown_prompt + answer.text, finish_reason=answer.done.finish_reason
+        )
+        if tokenizer is not None:
+            choice.logprobs = CompletionLogprobsWriter(tokenizer, len(shown_prompt)).write(logprobs[index])
+        choices.append(choice)
+    return _whole(builder.completion(choices, [answer.done for answer in found]))
+
+
+async def completion_chunks(
+    answers: Answers,
+    builder: CompletionResponseBuilder,
+    *,
+    num_answers: int,
+    shown_prompt: str,
+    tokenizer: TextTokenizer | None,
+) -> AsyncIterator[bytes]:
+    """Chunks of each answer: `shown_prompt`, one text per token, the finish reason; then `[DONE]`."""
+    writers = [
+        None if tokenizer is None else CompletionLogprobsWriter(tokenizer, len(shown_prompt))
+        for _ in range(num_answers)
+    ]
+    shown = [shown_prompt] * num_answers
+    usage = Usage()
+    async for index, event in until_done(answers, num_answers):
+        if shown[index]:
+            yield sse(builder.chunk(CompletionChoice(index=index, text=shown[index])))
+            shown[index] = ""
+        if isinstance(event, TextDelta):
+            choice = CompletionChoice(index=index, text=event.text)
+            writer = writers[index]
+            if writer is not None and event.logprobs:
+                choice.logprobs = writer.write(event.logprobs)
+            yield sse(builder.chunk(choice))
+        elif isinstance(event, Done):
+            end = CompletionChoice(index=index, text="", finish_reason=event.finish_reason)
+            yield sse(builder.chunk(end, done=event))
+            usage += event.usage
+    if builder.include_usage:
+        yield sse(builder.chunk(usage=usage))
+    yield SSE_DONE
 
 
 async def speech_clip(events: AsyncIterator[Event], clip: KeptClip) -> Whole:
     """Encode one audio file with its length in the header."""
-    await _collect(events, clip)
+    async for event in until_done(events):
+        if isinstance(event, AudioDelta):
+            await clip.add(event.samples)
     return await clip.finish(), clip.rest()
 
 
 async def speech_parts(events: AsyncIterator[Event], clip: Clip) -> AsyncIterator[bytes]:
     """Encode an audio file in parts; a WAV has an unknown length in its header."""
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta) and (data := await clip.add(event.samples)):
             yield data
     async for data in clip.rest():
@@ -184,7 +327,7 @@ async def speech_events(
     With `times`, `speech.segment` comes before the sound of every segment, and the end has the times of all.
     """
     encoder = _ClipEncoder(clip)
-    async for event in _until_done(events):
+    async for event in until_done(events):
         if isinstance(event, AudioDelta | Done):
             if times is not None and isinstance(event, AudioDelta) and (segment := times.add(event)):
                 yield sse(segment)
@@ -214,23 +357,35 @@ class _ClipEncoder:
             yield part
 
 
-async def _until_done(events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """Yield the events up to `Done`. Raises: WorkerError when it does not come."""
-    async for event in events:
-        yield event
-        if isinstance(event, Done):
+def _whole(value: msgspec.Struct) -> Whole:
+    data = msgspec.json.encode(value)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield data
+
+    return len(data), parts()
+
+
+async def until_done(events: AsyncIterator[_Each], num_answers: int = 1) -> AsyncIterator[_Each]:
+    """Yield the events, each with or without its answer, up to the last `Done`. Raises: WorkerError without it."""
+    async for each in events:
+        yield each
+        num_answers -= isinstance(each[1] if isinstance(each, tuple) else each, Done)
+        if not num_answers:
             return
     raise WorkerError("The model stopped before its answer was complete.", code="unfinished")
 
 
-async def _collect(events: AsyncIterator[Event], clip: KeptClip | None) -> tuple[str, Done]:
-    """Add the speech to `clip`. Returns the text, and the end."""
-    text: list[str] = []
-    async for event in _until_done(events):
+async def _collect(
+    answers: Answers, clip: KeptClip | None, num_answers: int
+) -> tuple[list[Answer], list[list[tuple[int, TokenLogprobs]]]]:
+    """Add the speech to `clip`. Returns the rest of each answer, and the log probabilities of its tokens."""
+    found = [Answer() for _ in range(num_answers)]
+    logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in range(num_answers)]
+    async for index, event in until_done(answers, num_answers):
+        found[index].add(event)
         if isinstance(event, TextDelta):
-            text.append(event.text)
+            logprobs[index] += event.logprobs
         elif isinstance(event, AudioDelta) and clip is not None:
             await clip.add(event.samples)
-        elif isinstance(event, Done):
-            done = event
-    return "".join(text), done
+    return found, logprobs

@@ -25,11 +25,12 @@ from mingc.artifacts.codec import encode
 from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
 from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
@@ -42,7 +43,7 @@ _CHILD_EXIT_NOTICE_S = 0.2  # this process sees the closed socket of a child bef
 
 _RESTART = "restart the server"
 
-_Step = TypeVar("_Step", PrefillStep, DecodeStep)
+_Step = TypeVar("_Step", PrefillStep, DecodeStep, SampleStep)
 _Result = TypeVar("_Result")
 
 log = logging.getLogger("mingc.ranks")
@@ -139,13 +140,17 @@ class RankGroup:
         """As `ThinkerWorker.decode`. Raises: WorkerError when a rank has failed."""
         return self._run(step, self.worker.decode)
 
-    def launch_decode(self, step: DecodeStep, *, with_logits: bool = False) -> LaunchedTokens:
-        """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, partial(self.worker.launch_decode, with_logits=with_logits))
+    def launch_sampling(self, step: SampleStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        """As `ThinkerWorker.launch_sampling`, with the options of rank 0. Raises: WorkerError as the others do."""
+        return self._run(step, partial(self.worker.launch_sampling, options=options))
 
-    def launch_prefill(self, step: PrefillStep, *, with_logits: bool = False) -> LaunchedTokens:
+    def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
+        """As `ThinkerWorker.launch_decode`. Raises: WorkerError when a rank has failed."""
+        return self._run(step, partial(self.worker.launch_decode, options=options))
+
+    def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank has failed."""
-        return self._run(step, partial(self.worker.launch_prefill, with_logits=with_logits))
+        return self._run(step, partial(self.worker.launch_prefill, options=options))
 
     def close(self) -> None:
         """End the rank processes by closing their sockets; kill those that remain after a timeout."""

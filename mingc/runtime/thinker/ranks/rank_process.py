@@ -22,7 +22,7 @@ from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.ranks.step_codec import receive_num_pages, receive_step
-from mingc.runtime.thinker.step import PrefillStep
+from mingc.runtime.thinker.step import PrefillStep, SampleStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, StepOptions
 
 LOADED, READY = b"L", b"R"
@@ -84,6 +84,8 @@ def main() -> None:
         while (step := receive_step(sock)) is not None:
             if isinstance(step, PrefillStep):
                 (worker.prefill if step.sampling is None else worker.launch_prefill)(step)
+            elif isinstance(step, SampleStep):
+                worker.launch_sampling(step)
             elif step.sampling is None:
                 worker.decode(step)
             else:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mingc.errors import WorkerError
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep
+from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
 
-Step = PrefillStep | DecodeStep
+Step = PrefillStep | DecodeStep | SampleStep
 
 _LENGTH = struct.Struct("<I")
 _NUM_PAGES = struct.Struct("<Q")
@@ -86,6 +86,8 @@ def receive_step(sock: socket.socket) -> Step | None:
     if header["kind"] == PrefillStep.__name__:
         fields.setdefault("embeds", None)
         return PrefillStep(**fields)
+    if header["kind"] == SampleStep.__name__:
+        return SampleStep(**fields)
     return DecodeStep(**fields)
 
 

@@ -1,0 +1,1 @@
+"""What an answer may contain: constraints become matchers of llguidance, which allow tokens one after another."""
