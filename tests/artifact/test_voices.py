@@ -23,6 +23,7 @@ import soundfile
 from mingc_command import CHECKPOINT, DATA, Server, mingc_here, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from websockets.sync.client import connect
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import read_manifest
@@ -176,6 +177,34 @@ def test_a_clone_speaks_an_answer(server: Server, clone: dict[str, Any], recordi
         given = answer(ref_audio=base64.b64encode(recording).decode(), ref_text=WORDS)
         assert kept["content"] == given["content"] == other["content"]
         assert kept["audio"]["data"] == given["audio"]["data"] != other["audio"]["data"]
+
+
+def test_a_clone_speaks_a_text_that_is_still_being_written(server: Server, clone: dict[str, Any]) -> None:
+    def session(**config: Any) -> tuple[bytes, list[str]]:
+        sound, codes = b"", []
+        with connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream", proxy=None) as socket:
+            defaults = {"seed": 5, "max_steps": 2, "response_format": "wav", "split_granularity": "sentence"}
+            for event in (
+                {"type": "session.config", **defaults, **config},
+                {"type": "input.text", "text": "Say this. And "},
+                {"type": "input.text", "text": "say that."},
+                {"type": "input.done"},
+                {"type": "session.close"},
+            ):
+                socket.send(json.dumps(event))
+            for message in socket:
+                if isinstance(message, bytes):
+                    sound += message
+                elif (event := json.loads(message))["type"] == "error":
+                    codes.append(event["error"]["code"])
+        return sound, codes
+
+    kept, none = session(voice="clone")
+    assert none == [] and len(kept) > 10_000 and kept == session(voice={"id": clone["id"]})[0] != session()[0]
+    with client(server) as http:
+        assert kept[44:] == speak(http, voice="clone")[44:], "but for the header, which has no length"
+    assert session(voice="nobody") == (b"", ["voice_not_found"])
+    assert session(ref_audio="AAAA")[1] == ["unknown_parameter"]
 
 
 def test_the_words_of_a_recording_are_not_spoken(server: Server, clone: dict[str, Any]) -> None:
