@@ -25,7 +25,7 @@ from mingc.verify.verification import VerifyReport
 
 # Rows of a float32 artifact with all stages on a CPU, by file.
 ROWS = {
-    "preprocess.safetensors": 110,
+    "preprocess.safetensors": 115,
     "vision.safetensors": 8,
     "audio.safetensors": 26,
     "thinker.safetensors": 58,

@@ -169,7 +169,7 @@ def test_a_probe_of_everything_beside_another_artifact(
         "check the artifact",
         "compare hashes",
     ]
-    assert [*phases][-2:] == ["collect garbage", "other"] and len(phases) == 14
+    assert [*phases][-2:] == ["collect garbage", "other"] and len(phases) == 15
     assert {"load engines", "weights to the device (CPU: map)", "prepare encoders (CUDA: capture)"} <= {
         *phases
     }

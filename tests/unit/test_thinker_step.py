@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mingc.prompts.thinker_prompt import ThinkerPrompt
-from mingc.runtime.thinker.step import chunk_embeds, padded, padded_sampling
+from mingc.runtime.thinker.step import chunk_embeds, padded
 
 WIDTH = 3
 
@@ -59,8 +59,5 @@ def test_a_chunk_of_words_has_no_embeddings() -> None:
     assert chunk_embeds([(LATE, slice(0, 4)), (MEDIA, slice(6, 8))]) is None
 
 
-def test_padding_is_zero_and_greedy() -> None:
+def test_padding_is_zero() -> None:
     assert padded(np.array([3, 4]), 4).tolist() == [3, 4, 0, 0]
-    assert not padded_sampling(None, 2).any()
-    rows = padded_sampling(np.ones((1, padded_sampling(None, 1).shape[1])), 3)
-    assert rows[0].all() and not rows[1:].any()
