@@ -21,7 +21,8 @@ from mingc.media.dsp.fbank import kaldi_fbank
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.runtime.noise import PhiloxNoise
 from mingc.runtime.request import SpeechParams
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.voices import VoicePack
 from mingc.verify.engine_run import to_numpy
 from mingc.verify.recorded_noise import RecordedNoise
 

@@ -18,7 +18,16 @@ from mingc.console.command import INTERRUPTED, Group, HelpFormatter, usage_error
 from mingc.console.signals import clean_shutdown
 from mingc.errors import MingcError, unexpected
 
-COMMANDS = ("export", "serve", "verify", "probe", "bundle", "doctor", "synth")  # files of mingc/commands
+COMMANDS = (
+    "export",
+    "serve",
+    "verify",
+    "probe",
+    "bundle",
+    "voices",
+    "doctor",
+    "synth",
+)  # files of mingc/commands
 
 
 class _Commands(Group):

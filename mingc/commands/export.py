@@ -53,10 +53,11 @@ def command(as_json: bool, checkpoint: Path, no_cache: bool, **_: Any) -> int:
 
 
 def run_export(recipe: ExportRecipe) -> ExportReport:
-    """Export with the replay, the recorder and the timer that other packages provide; progress goes to stderr."""
+    """Export with what other packages provide: replay, timer, registration of voices, recorder. Progress: stderr."""
     from mingc.export.plan import plan_export
     from mingc.export.run import run
     from mingc.probe.engine_trial import time_engines
+    from mingc.runtime.service.voice_registration import open_voices
     from mingc.verify.engine_run import run_engine
     from mingc.verify.served.record import record_goldens
 
@@ -72,4 +73,5 @@ def run_export(recipe: ExportRecipe) -> ExportReport:
             lambda step: report_step(step.done, step.total, f"{step.name} {step.subject}", step.seconds),
             record_goldens,
             time_engines,
+            open_voices,
         )

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.prompts.speech_prompt import caption_instruction
@@ -33,6 +34,7 @@ from mingc.runtime.request import (
     TranscriptionRequest,
     Usage,
 )
+from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText
 
 _AHEAD = 2  # so many segments of a request are generated at a time: the segment that is sent, and the next
@@ -63,12 +65,25 @@ class SpeechInfo:
     speech_text: SpeechText
 
 
+class RemoteVoices(Protocol):
+    """The voices of a speech deployment; see `Service` and `OmniService.find_voice`."""
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]: ...
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo: ...
+
+    async def remove_voice(self, name: str) -> VoiceInfo: ...
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams: ...
+
+
 class RemoteSpeechService:
     """`Service` over a service without speech and a deployment with it.
 
     Args:
         speak: calls any speech replica for the events of one segment.
         speech: calls any speech replica for the events of a speech request.
+        voices: asks any speech replica about voices.
     """
 
     def __init__(
@@ -78,10 +93,12 @@ class RemoteSpeechService:
         *,
         speak: Callable[[SegmentCall], AsyncGenerator[Event]],
         speech: Callable[[SpeechRequest], AsyncGenerator[Event]],
+        voices: RemoteVoices,
     ) -> None:
         self._text = text
         self._speak = speak
         self._speech = speech
+        self._voices = voices
         self.update(info)
 
     def update(self, info: SpeechInfo) -> None:
@@ -139,7 +156,8 @@ class RemoteSpeechService:
     ) -> AsyncGenerator[Event]:
         """Events of the speech of a text that is still being written. See `Service`."""
         spoken = SpokenText(self._max_segment_length, self._speech_text, starts_early=starts_early)
-        segments = self._segments(request.speech, request, request.speech.seed)
+        params = await self._with_voice(request.speech)
+        segments = self._segments(params, request, params.seed)
         merged: asyncio.Queue[_Item] = asyncio.Queue(_PENDING_EVENTS)
 
         async def read_text() -> AsyncGenerator[Event]:
@@ -171,6 +189,12 @@ class RemoteSpeechService:
             ),
         )
 
+    async def _with_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        """`params` with a voice that is not the model's: any replica may speak a segment, and it may be removed."""
+        if params.reference is None and params.voice in (None, *self.info.voices):
+            return params
+        return await self._voices.find_voice(params, prefix)
+
     def _segments(
         self, params: SpeechParams, request: ChatRequest | SpeechRequest, seed: int | None
     ) -> _Segments:
@@ -193,9 +217,22 @@ class RemoteSpeechService:
             return events
         return self._spoken_chat(events, request, request.speech)
 
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """See `Service`."""
+        return await self._voices.list_voices()
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices.add_voice(voice)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices.remove_voice(name)
+
     async def _spoken_chat(
         self, text: AsyncIterator[Event], request: ChatRequest, params: SpeechParams
     ) -> AsyncGenerator[Event]:
+        params = await self._with_voice(params, "audio.")
         spoken = SpokenText(self._max_segment_length, self._speech_text)
         segments = self._segments(
             params, request, params.seed if params.seed is not None else request.sampling.seed

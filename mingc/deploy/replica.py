@@ -12,9 +12,9 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -28,9 +28,10 @@ from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechI
 from mingc.errors import CapacityError, MingcError, ServeError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.noise import PhiloxNoise, ShiftedNoise
-from mingc.runtime.request import Event, Service, SpeechRequest
+from mingc.runtime.request import Event, Service, SpeechParams, SpeechRequest
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.server.api_keys import ApiKeys
 from mingc.server.app import create_app
 from mingc.server.metrics import Metrics
@@ -171,6 +172,7 @@ class ModelReplica(Replica):
             info,
             speak=lambda call: _remote_events(handle.speak, call),
             speech=lambda request: _remote_events(handle.speech, request),
+            voices=_Voices(self._speech),
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -210,6 +212,23 @@ class SpeechReplica(Replica):
             speech_text=self.service.speech_text,
         )
 
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """See `Service`."""
+        return await self.service.list_voices()
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """See `Service`."""
+        return await self.service.add_voice(voice)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """See `Service`."""
+        return await self.service.remove_voice(name)
+
+    async def find_voice(self, params: SpeechParams, prefix: str) -> SpeechParams:
+        """See `OmniService.find_voice`."""
+        assert isinstance(self.service, OmniService)
+        return await self.service.find_voice(params, prefix)
+
     async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:
         """Events of the speech of one segment of a request."""
         assert isinstance(self.service, OmniService)
@@ -234,11 +253,44 @@ async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]
 
     Raises: the error that the replica raised, WorkerError when it ended, CapacityError when too many calls wait.
     """
-    where = "speech deployment"
     response = method.remote(argument)
     try:
-        async for event in response:
-            yield event
+        with _mapped_errors():
+            async for event in response:
+                yield event
+    finally:
+        response.cancel()
+
+
+class _Voices:
+    """The voices of the speech deployment `handle`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        return cast(tuple[VoiceInfo, ...], await self._call("list_voices"))
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        return cast(VoiceInfo, await self._call("add_voice", voice))
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        return cast(VoiceInfo, await self._call("remove_voice", name))
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        return cast(SpeechParams, await self._call("find_voice", params, prefix))
+
+    async def _call(self, method: str, *arguments: object) -> object:
+        with _mapped_errors():
+            return await getattr(self._handle, method).remote(*arguments)
+
+
+@contextlib.contextmanager
+def _mapped_errors() -> Iterator[None]:
+    """Raise what a speech replica raised, and errors of Ray as those of this replica."""
+    where = "speech deployment"
+    try:
+        yield
     except RayTaskError as error:
         if isinstance(error.cause, MingcError):
             raise error.cause from error
@@ -254,8 +306,6 @@ async def _remote_events(method: Any, argument: object) -> AsyncGenerator[Event]
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # this request is cancelled; otherwise Serve reports that the call was, on its replica
         raise WorkerError("the speech of this request was cancelled on its replica", where=where) from error
-    finally:
-        response.cancel()
 
 
 class BehindProxy:

@@ -26,13 +26,20 @@ from mingc.artifacts.manifest import (
 from mingc.artifacts.target import Host, rtx_capabilities
 from mingc.errors import ConfigError
 from mingc.export.assets import tokenizers
-from mingc.export.assets.voices import VoiceMaker, copy_speaker_network
+from mingc.export.assets.voices import (
+    SPEAKER_NETWORK,
+    EagerGraph,
+    OpenVoices,
+    RecordedVoice,
+    copy_speaker_network,
+    read_voice,
+)
 from mingc.export.autotune.tuning import autotune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_model import EagerModel
 from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import peak_rss_bytes
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.report import ExportReport, report_export
 from mingc.export.schedule import ReportStep, Schedule
 from mingc.export.stages import find
@@ -67,6 +74,7 @@ def run(
     progress: Callable[[Step], None],
     record: Record | None = None,
     timer: Timer | None = None,
+    open_voices: OpenVoices | None = None,
 ) -> ExportReport:
     """Build the artifact of `plan`.
 
@@ -75,6 +83,7 @@ def run(
         progress: called before and after every step.
         record: records goldens of whole requests; None: the artifact has none.
         timer: times engines where the recipe asks for `auto` backends.
+        open_voices: registers the checkpoint's voices with engines that were built.
 
     Raises: ConfigError, CheckpointError, ExportError. On any of them the output of the recipe is untouched.
     """
@@ -84,6 +93,12 @@ def run(
             where="--backend auto",
             fix="name a backend",
         )
+    if open_voices is None and plan.voices:
+        raise ConfigError(
+            f"nothing registers the voices {', '.join(voice.name for voice in plan.voices)}",
+            where="mingc.export.run",
+            fix="pass open_voices, as `mingc export` does",
+        )
     started, recipe, checkpoint = time.perf_counter(), plan.recipe, plan.checkpoint
     step, parameters, notes = step_counter(plan, progress), plan.parameters(), [*plan.notes]
     with new_artifact(recipe.output, replace_existing=recipe.force) as folder:
@@ -91,7 +106,7 @@ def run(
         copied = tokenizers.copy(
             checkpoint, folder, plan.stages, parameters, notes, is_synthetic=recipe.synthetic
         )
-        voices = _write_voices(plan, folder, step)
+        recorded = _read_voices(plan)
         kernel_configs = _autotune(plan, step)
         write_first_weights(plan, folder, step)
         schedule = Schedule(plan, folder, replay, step, kernel_configs, timer)
@@ -107,10 +122,11 @@ def run(
             parameters=parameters,
             tokenizers=copied,
             speaker_network=copy_speaker_network(checkpoint, folder) if has_speech else None,
-            voices=voices,
+            voices=(),
             notes=(*notes, *refusal_notes(schedule.results), *_target_notes(recipe.target)),
             files={},
         )
+        manifest = _with_voices(plan, folder, manifest, recorded, open_voices, step)
         manifest = _with_served_goldens(plan, folder, manifest, record, step)
         step("manifest", recipe.output.name, None)
         manifest = write_manifest(folder, manifest)
@@ -147,22 +163,61 @@ def target_host(recipe: ExportRecipe) -> Host:
     return replace(machine, device="cuda", capability=names)
 
 
-def _write_voices(plan: ExportPlan, folder: Path, step: ReportStep) -> tuple[VoiceRecord, ...]:
-    """Register the voices of the checkpoint once, so that serving needs neither encoder nor speaker network."""
+def _read_voices(plan: ExportPlan) -> tuple[RecordedVoice, ...]:
+    """Read the recordings of the checkpoint's voices, and compute their speaker vectors."""
     speech = plan.stage_graph.speech_path()
-    if not plan.voices or speech is None:
+    if speech is None:
         return ()
-    (folder / "voices").mkdir()
-    maker = VoiceMaker(
-        plan.checkpoint, plan.configs, sampler=find(speech.sampler), vocoder=find(speech.vocoder)
+    network = plan.checkpoint.root / "talker" / SPEAKER_NETWORK
+    vocoder, vae = find(speech.vocoder), plan.parameters()[speech.vocoder]
+    graphs = vocoder.graphs(
+        plan.configs[vocoder.name], first_shard(vocoder, plan.recipe), stage_options(plan.recipe)
     )
-    records = []
-    for voice in plan.voices:
+    latents = max((graph.spec.dim("T").maximum for graph in graphs if graph.spec.name == "encode"), default=0)
+    return tuple(
+        read_voice(
+            voice,
+            network,
+            plan.configs[speech.sampler].speaker_dim,
+            max_seconds=latents * vae["samples_per_latent"] / vae["sample_rate"],
+        )
+        for voice in plan.voices
+    )
+
+
+def _with_voices(
+    plan: ExportPlan,
+    folder: Path,
+    manifest: Manifest,
+    recorded: Sequence[RecordedVoice],
+    open_voices: OpenVoices | None,
+    step: ReportStep,
+) -> Manifest:
+    """Register the voices with the engines, as a server does; with eager modules for a GPU that is not here."""
+    if not recorded or open_voices is None:
+        return manifest
+    graphs = None
+    if rtx_capabilities(plan.recipe.target) is not None:
+        speech = manifest.graph.speech_path()
+        assert speech is not None, "voices were read"
+        graphs = {
+            name: EagerGraph(
+                manifest.stages[stage].graphs[name].spec,
+                getattr(float32_module(find(stage), plan.configs[stage], plan.checkpoint), name),
+            )
+            for stage, name in (
+                (speech.vocoder, "encode"),
+                (speech.sampler, "aggregate"),
+                (speech.sampler, "speaker"),
+            )
+        }
+    register, records = open_voices(folder, manifest, graphs), list[VoiceRecord]()
+    for voice in recorded:
         started = time.perf_counter()
         step("voice", voice.name, None)
-        records.append(maker.register(voice, folder))
+        records.append(register(voice))
         step("voice", voice.name, time.perf_counter() - started)
-    return tuple(records)
+    return replace(manifest, voices=tuple(records))
 
 
 def _autotune(plan: ExportPlan, step: ReportStep) -> dict[str, tuple[TunedKernel, ...]]:

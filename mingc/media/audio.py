@@ -211,16 +211,23 @@ def _decode(
     return Wave(samples=samples, sample_rate=rate)
 
 
-def decode_audio(data: bytes, where: str, *, max_seconds: float, limits: MediaLimits | None = None) -> Wave:
-    """Decode an encoded clip to one channel, the mean of all channels.
+def decode_audio(
+    data: bytes,
+    where: str,
+    *,
+    max_seconds: float,
+    limits: MediaLimits | None = None,
+    only: int | None = None,
+) -> Wave:
+    """Decode an encoded clip to one channel: the mean of all channels, or the channel `only`.
 
     Raises: RequestError when the bytes cannot be decoded, have no audio track (`NO_SOUND`), clearly exceed
         `max_seconds`, or exceed `limits`; ConfigError without soundfile or PyAV.
     """
     limits = limits or MediaLimits()
-    wave = _decode(_soundfile_blocks, data, where, max_seconds, limits)
+    wave = _decode(_soundfile_blocks, data, where, max_seconds, limits, only)
     if wave is None or not len(wave.samples):  # a WAV without lengths: FFmpeg reads it to its end
-        wave = _decode(_av_blocks, data, where, max_seconds, limits) or wave
+        wave = _decode(_av_blocks, data, where, max_seconds, limits, only) or wave
     if wave is None:
         raise _undecodable(data, where)
     return wave

@@ -30,7 +30,8 @@ from mingc.media.decoding import digest_of, speech_finder, with_digest
 from mingc.media.limits import DEFAULT_MEDIA_BYTES, stated_limits, too_large, undecodable
 from mingc.media.options import DEFAULT_TIMEOUT_S, MediaOptions
 from mingc.media.speech import BlockReader
-from mingc.prompts.features import Features
+from mingc.media.voice_clip import check_speech
+from mingc.prompts.features import Features, VoiceClip
 from mingc.prompts.media_decoder import MediaTask, TurnRules
 
 log = logging.getLogger("mingc.preprocess")
@@ -121,6 +122,8 @@ class DecoderPool:
                 raise again.described(task) from again
         if isinstance(features, Exception):
             raise features
+        if isinstance(features, VoiceClip):
+            check_speech(features, task.where)
         return features
 
     def read_speech(self, task: MediaTask, data: bytes | memoryview, rules: TurnRules) -> PooledReader:

@@ -19,7 +19,8 @@ from mingc.media.limits import (
 )
 from mingc.media.speech import BlockReader, SpeechFinder
 from mingc.media.video import load_video
-from mingc.prompts.features import Features, VideoFeatures
+from mingc.media.voice_clip import check_speech, load_voice_clip
+from mingc.prompts.features import Features, VideoFeatures, VoiceClip
 from mingc.prompts.media_decoder import MediaTask, TurnRules
 
 
@@ -42,7 +43,10 @@ class InProcessDecoder:
 
     def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
         """See `MediaDecoder`."""
-        return run_task(task, data)
+        features = run_task(task, data)
+        if isinstance(features, VoiceClip):
+            check_speech(features, task.where)
+        return features
 
     def read_speech(self, task: MediaTask, data: bytes | memoryview, rules: TurnRules) -> BlockReader:
         """See `MediaDecoder`."""
@@ -60,6 +64,8 @@ def run_task(task: MediaTask, data: bytes | memoryview) -> Features:
     data = bytes(data)
     limits = MediaLimits(max_bytes=task.max_bytes, max_tokens=task.max_tokens, num_media=task.num_media)
     try:
+        if task.kind == "voice":
+            return load_voice_clip(data, task.where, limits)
         if task.kind == "audio":
             assert task.audio is not None
             return load_audio(data, task.audio, task.where, limits)

@@ -25,7 +25,7 @@ from mingc.prompts.conversation import (
     ToolCall,
     VideoParams,
 )
-from mingc.prompts.features import AudioFeatures, Features, VideoFeatures
+from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VoiceClip
 from mingc.prompts.media_decoder import (
     NO_SOUND,
     MediaDecoder,
@@ -358,6 +358,7 @@ def _split_thought(message: Message) -> tuple[str, Sequence[Part]]:
 def _num_tokens(features: Features, merge_size: int) -> int:
     if isinstance(features, AudioFeatures):
         return features.num_tokens
+    assert not isinstance(features, VoiceClip), "a prompt has no voices"
     vision = features.vision if isinstance(features, VideoFeatures) else features
     return vision.num_tokens(merge_size)
 

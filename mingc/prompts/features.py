@@ -91,4 +91,23 @@ class AudioFeatures:
         return self.mel.nbytes
 
 
-Features = VisionFeatures | VideoFeatures | AudioFeatures
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VoiceClip:
+    """The recording of a speaker, from which a voice is computed: `samples` (n,) int16, one channel."""
+
+    samples: NDArray[np.int16]
+    sample_rate: int
+    digest: bytes | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return len(self.samples) / self.sample_rate
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the samples."""
+        return self.samples.nbytes
+
+
+Features = VisionFeatures | VideoFeatures | AudioFeatures | VoiceClip

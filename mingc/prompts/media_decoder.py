@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
@@ -20,6 +20,7 @@ class MediaTask:
     Attributes:
         where: names the medium in errors.
         max_bytes: most host memory for decoding and for the result.
+        kind: `voice` is the recording of a speaker.
         vision, audio: parameters of the encoder for `kind`; the other one is None.
         max_pixels: an image with more is scaled down to so many; None: only as the encoder requires it.
         max_tokens: most tokens of the medium; None: no limit.
@@ -27,7 +28,7 @@ class MediaTask:
         is_stream: whether sound is returned in blocks of samples, not as features.
     """
 
-    kind: MediaKind
+    kind: MediaKind | Literal["voice"]
     where: str
     max_bytes: int
     vision: VisionParameters | None = None

@@ -13,6 +13,7 @@ from mingc.errors import ServeError
 from mingc.prompts.conversation import Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
 from mingc.prompts.tools import ToolUse
+from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 
 if TYPE_CHECKING:
     from mingc.prompts.tokenizer import TextTokenizer
@@ -88,10 +89,14 @@ class SamplingParams:
 class SpeechParams:
     """Parameters of speech generation. None selects the artifact's default.
 
+    `voice`: a name, or the id of an uploaded voice. `reference`: a voice that the request brings along, which is used
+    instead.
+
     `speech_lead`: patches that live speech may be ahead of its playback, 0: no limit; None: the server's.
     """
 
     voice: str | None = None
+    reference: VoiceSample | VoicePack | None = None
     instructions: str | None = None
     seed: int | None = None
     max_steps: int | None = None
@@ -355,7 +360,7 @@ class ServiceInfo:
 
     model: str
     sample_rate: int
-    voices: tuple[str, ...]
+    voices: tuple[str, ...]  # of the artifact
     default_voice: str | None
     has_text: bool  # the artifact has a thinker, so chat works
     has_image: bool
@@ -381,7 +386,8 @@ class MemoryUse:
     """Bytes that one part of a running model has allocated on one device.
 
     `device`: `cpu`, `cuda:N`, or `host` for host memory that does not depend on the device of the model. `owner`: the
-    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, whose bytes are a limit.
+    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache` and `voice_cache`, whose
+    bytes are limits.
     """
 
     device: str
@@ -473,6 +479,21 @@ class Service(Protocol):
         ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """All voices: the artifact's, then the uploaded ones, the oldest first."""
+        ...
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """Register a voice and keep it.
+
+        Raises: RequestError when it cannot be used, its name is taken, or voices are not kept; 507 without space.
+        """
+        ...
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """Remove an uploaded voice by id or name. Raises: RequestError (404; 403 for one of the artifact's)."""
+        ...
 
     def stream_speech(
         self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True

@@ -28,11 +28,18 @@ from mingc.server.http.response_schemas import (
     VERSION,
     ModelList,
     ReadyResponse,
-    VoiceList,
+    VoiceDeleted,
     health_response,
     model_object,
+    voice_list,
 )
-from mingc.server.http.routes import HANDLERS, GenerationRoute, HttpState, handle_transcription
+from mingc.server.http.routes import (
+    HANDLERS,
+    GenerationRoute,
+    HttpState,
+    handle_add_voice,
+    handle_transcription,
+)
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -99,6 +106,9 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
             Route(speech.PATH, _upgrade_required, include_in_schema=False),
             Route(
+                "/v1/audio/voices", GenerationRoute(http, handle_add_voice, body_type=FORM), methods=["POST"]
+            ),
+            Route(
                 "/v1/audio/transcriptions",
                 GenerationRoute(http, handle_transcription, body_type=FORM),
                 methods=["POST"],
@@ -157,8 +167,12 @@ def _information_routes(state: ServerState) -> list[Route]:
         return _json(model_object(service.info, state.options, created, name))
 
     async def voices(request: Request) -> Response:
-        names, aliases = list(service.info.voices), state.options.aliases_of_voices
-        return _json(VoiceList(voices=names, default=service.info.default_voice, aliases=aliases))
+        found = await service.list_voices()
+        return _json(voice_list(found, service.info.default_voice, state.options.aliases_of_voices))
+
+    async def remove_voice(request: Request) -> Response:
+        removed = await service.remove_voice(str(request.path_params["voice"]))
+        return _json(VoiceDeleted(id=removed.id))
 
     async def health(request: Request) -> Response:
         return _json(health_response(state), 200 if state.status in ("ready", "draining") else 503)
@@ -178,7 +192,8 @@ def _information_routes(state: ServerState) -> list[Route]:
     return [
         Route("/v1/models", models),
         Route("/v1/models/{model:path}", model),
-        Route("/v1/audio/voices", voices),
+        Route("/v1/audio/voices", voices, methods=["GET"]),
+        Route("/v1/audio/voices/{voice:path}", remove_voice, methods=["DELETE"]),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
@@ -194,7 +209,7 @@ def _cors(options: ServeOptions) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=options.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             # clients add headers of their own, such as the x-stainless-… ones of OpenAI's; an origin that may call may
             # send any
             allow_headers=["*"],
@@ -202,6 +217,13 @@ def _cors(options: ServeOptions) -> list[Middleware]:
             expose_headers=["x-request-id", "retry-after"],
         )
     ]
+
+
+def _methods(request: HTTPConnection) -> list[str]:
+    """Methods of all routes with the path of a request."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    found = [each.methods or () for each in routes if each.path_regex.match(request.url.path)]
+    return sorted({method for methods in found for method in methods})
 
 
 def _is_loopback(host: str) -> bool:
@@ -221,7 +243,9 @@ def _error_response(request: HTTPConnection, error: Exception, options: ServeOpt
     if isinstance(error, HTTPException):  # from starlette: unknown path or method
         shown = f"{method} {request.url.path[:100]}"
         wrong_method = error.status_code == 405
-        reason = f"allowed: {headers.get('Allow', '')}" if wrong_method else "there is no such path"
+        if wrong_method:
+            headers["Allow"] = ", ".join(_methods(request))
+        reason = f"allowed: {headers['Allow']}" if wrong_method else "there is no such path"
         code = "method_not_allowed" if wrong_method else "not_found"
         error = RequestError(f"{shown}: {reason}.", status=error.status_code, code=code)
     known = public_error(error)

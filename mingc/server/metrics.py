@@ -132,7 +132,8 @@ class Metrics:
         self._memory = self._gauge(
             "memory_bytes",
             "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
-            "host the limit of encoder_cache. CPU weights are mapped files. CUDA graphs and contexts are not counted.",
+            "host the limits of encoder_cache and voice_cache. CPU weights are mapped files. CUDA graphs and contexts "
+            "are not counted.",
             "owner",
             "device",
         )
@@ -211,7 +212,7 @@ class Metrics:
             "How much of each limit is in use: requests, connections, body_bytes, answer_bytes (kept speech, with what "
             "is expected), log_bytes (lines that stderr has not taken); chats, chat_queue, kv_pages, preprocessing "
             "(requests, of which as many as the limit have a thread and a decoder process), encoder_cache_bytes, "
-            "unread_speech_bytes, speech_streams, speech_slots.",
+            "voice_cache_bytes, unread_speech_bytes, speech_streams, speech_slots.",
             "limit",
         )
         self._limit_max = self._gauge("limit_max", "The limits of `mingc_limit_used`.", "limit")

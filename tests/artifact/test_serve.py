@@ -71,11 +71,12 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     (tmp_path / "clip.wav").write_bytes(base64.b64decode(checks.wav_base64()))
     (tmp_path / "video.mp4").write_bytes(small_video())
     shutil.copy(REPOSITORY / "tests" / "data" / "speech" / "three-sentences.ogg", tmp_path / "meeting.mp3")
+    shutil.copy(tmp_path / "meeting.mp3", tmp_path / "ann.ogg")
     for player in ("ffplay", "aplay"):
         (tmp_path / player).write_text(f'#!/bin/bash\ncat > "$(mktemp {tmp_path}/{player}.XXX)"\n')
         (tmp_path / player).chmod(0o755)
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NO_PROXY": "*"}
-    with serving(eager_artifact, "--speech-lead", 0) as running:
+    with serving(eager_artifact, "--speech-lead", 0, "--voices-dir", tmp_path / "voices") as running:
 
         def run(*words: str) -> str:
             address = running.url.removeprefix("http://")
@@ -99,7 +100,10 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     assert (tmp_path / "meeting.srt").read_text().count(" --> ") == 3
     played = [*tmp_path.glob("ffplay.*")]
     assert len(played) == 2
-    for path in (*played, *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", *voices))):
+    for path in (
+        *played,
+        *(tmp_path / f"{name}.wav" for name in ("answer", "good-morning", "ann", "bob", "once", *voices)),
+    ):
         checks.check_wav(path.read_bytes())
     for path in (tmp_path / "answer.pcm", tmp_path / "spoken.pcm", *tmp_path.glob("aplay.*")):
         assert path.stat().st_size > 0 and path.stat().st_size % 7680 == 0  # 0.16 s each, at 24 kHz

@@ -26,7 +26,7 @@ import ray
 import ray_front
 import yaml
 from changed_artifact import changed_artifact
-from mingc_command import REPOSITORY
+from mingc_command import DATA, REPOSITORY
 from mixed_clients import send, send_together
 from mixed_requests import MIXED
 from ray import serve
@@ -320,7 +320,9 @@ def test_metrics_are_exported_by_ray_with_their_replica(application: Application
 
 
 @pytest.mark.exhaustive
-def test_remote_speech_is_that_of_one_replica(application: Application, eager_artifact: Path) -> None:
+def test_remote_speech_is_that_of_one_replica(
+    application: Application, eager_artifact: Path, tmp_path: Path
+) -> None:
     body = {
         "messages": [{"role": "user", "content": "Say it."}],
         "max_tokens": 24,
@@ -344,6 +346,27 @@ def test_remote_speech_is_that_of_one_replica(application: Application, eager_ar
     assert (apart[0], apart[2]) == (joint[0], joint[2])
     for got, expected in ((apart[1], joint[1]), (apart[3], joint[3])):
         np.testing.assert_allclose(np.frombuffer(got, "<i2"), np.frombuffer(expected, "<i2"), atol=8)
+    # A voice that a text replica took, and a speech replica keeps.
+    application.deploy(
+        eager_artifact, speech_artifact=str(eager_artifact), speech_max_replicas=2, speech_min_replicas=2,
+        voices_dir=str(tmp_path / "voices"),
+    )  # fmt: skip
+    recording = (DATA / "speech" / "three-sentences.ogg").read_bytes()
+    words = "One sentence. Another one. And a third."
+    with httpx.Client(base_url=application.url, timeout=_WAIT_S, trust_env=False) as http:
+        form = {"name": "clone", "consent": "yes", "ref_text": words}
+        added = http.post("/v1/audio/voices", data=form, files={"audio_sample": recording})
+        assert added.status_code == 200, added.text
+        assert http.get("/v1/audio/voices").json()["voices"] == ["DB30", "lingguang", "clone"]
+        spoken = []
+        reference = {"ref_audio": base64.b64encode(recording).decode(), "ref_text": words}
+        for voice in ({"voice": "clone"}, {"voice": added.json()["id"]}, reference, {"voice": "DB30"}):
+            chat = http.post(CHAT, json={**body, "audio": {**body["audio"], **voice}}).json()
+            clip = http.post("/v1/audio/speech", json={"input": "Hi.", "seed": 3, "max_steps": 3, **voice})
+            assert clip.status_code == 200, clip.text
+            spoken.append((chat["choices"][0]["message"]["audio"]["data"], clip.content))
+        assert spoken[0] == spoken[1] == spoken[2] and spoken[3][0] != spoken[0][0]
+        assert http.delete("/v1/audio/voices/clone").status_code == 200
     refused = {**body, "audio": {"voice": "unknown"}}
     answer = httpx.post(f"{application.url}{CHAT}", json=refused, timeout=_WAIT_S, trust_env=False)
     assert answer.json()["error"]["param"] == "audio.voice"

@@ -32,6 +32,7 @@ from mingc.runtime.request import (
     ToolCallFailed,
     Usage,
 )
+from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 from mingc.text.reference.live import LiveSegmenter
 from mingc.text.reference.segment import iter_speech_segments
 from mingc.text.spoken import SpeechText
@@ -86,6 +87,7 @@ class FakeSpeech:
 
     calls: list[SegmentCall] = field(default_factory=list)
     requests: list[SpeechRequest] = field(default_factory=list)
+    found: list[SpeechParams] = field(default_factory=list)
     num_open: int = 0
     called: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,7 +107,31 @@ class FakeSpeech:
         self.requests.append(request)
         yield Done(finish_reason="stop", usage=Usage(audio_patches=4))
 
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        return (CLONE,)
 
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        return replace(CLONE, name=voice.name)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        return replace(CLONE, name=name)
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        """Knows the voice `clone` only."""
+        self.found.append(params)
+        if params.voice != CLONE.name and params.reference is None:
+            raise RequestError("unknown", status=404, param=f"{prefix}voice", code="voice_not_found")
+        return replace(params, reference=PACK)
+
+
+CLONE = VoiceInfo(id="voice_1", name="clone", kind="audio_sample")
+PACK = VoicePack(
+    name="clone",
+    transcript="Hi.",
+    latents=np.zeros((4, 2), np.float32),
+    embeds=np.zeros((1, 3), np.float32),
+    speaker=np.zeros(3, np.float32),
+)
 SPOKEN = replace(INFO, sample_rate=RATE, voices=("Ann", "Ben"), default_voice="Ben")
 
 
@@ -116,7 +142,9 @@ def service(
     speech_text: SpeechText = "natural",
 ) -> RemoteSpeechService:
     info = SpeechInfo(service=SPOKEN, max_segment_length=max_segment_length, speech_text=speech_text)
-    return RemoteSpeechService(text, info, speak=speech_side.speak, speech=speech_side.speech)
+    return RemoteSpeechService(
+        text, info, speak=speech_side.speak, speech=speech_side.speech, voices=speech_side
+    )
 
 
 def chat(speech: SpeechParams | None = SpeechParams(), **sampling: Any) -> ChatRequest:  # noqa: B008
@@ -153,7 +181,7 @@ def test_answers_and_tokens_are_those_of_the_text_service_and_one_is_spoken() ->
 
     async def use() -> None:
         speech = FakeSpeech()
-        remote = RemoteSpeechService(text, info, speak=speech.speak, speech=speech.speech)
+        remote = RemoteSpeechService(text, info, speak=speech.speak, speech=speech.speech, voices=speech)
         three = [each async for each in remote.answers(replace(chat(speech=None), num_answers=3))]
         assert {answer for answer, _ in three} == {0, 1, 2} and not speech.calls
         sampling = SamplingParams(max_tokens=2)
@@ -369,3 +397,32 @@ def test_an_error_of_the_text_ends_the_answer_and_its_speech() -> None:
     with pytest.raises(WorkerError, match="rank 1 ended"):
         answer(text, speech_side, chat(SpeechParams(seed=1)))
     assert (text.num_closed, speech_side.num_open) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "params", [SpeechParams(voice="clone"), SpeechParams(voice="Ann", reference=VoiceSample(vector=(1.0,)))]
+)
+def test_a_voice_is_found_once_for_all_segments(params: SpeechParams) -> None:
+    """Any replica may speak a segment, and the voice may be removed while the answer goes on."""
+    speech = FakeSpeech()
+    answer(TextService(TWO), speech, chat(params))
+    assert speech.found == [params] and len(speech.calls) > 1
+    assert all(call.params.reference is PACK for call in speech.calls)
+
+
+def test_an_unknown_voice_is_refused_before_any_text() -> None:
+    text = TextService(TWO)
+    with pytest.raises(RequestError) as refused:
+        answer(text, FakeSpeech(), chat(SpeechParams(voice="nobody")))
+    assert (refused.value.status, refused.value.param) == (404, "audio.voice")
+
+
+def test_voices_are_those_of_the_speech_deployment() -> None:
+    async def run() -> None:
+        remote = service(TextService(TWO), FakeSpeech())
+        sample = VoiceSample(vector=(1.0,))
+        assert await remote.list_voices() == (CLONE,)
+        assert (await remote.add_voice(NewVoice(name="a", consent="yes", sample=sample))).name == "a"
+        assert (await remote.remove_voice("b")).name == "b"
+
+    asyncio.run(run())

@@ -53,7 +53,9 @@ class Services:
             max_segment_length=self.joint.max_segment_length,
             speech_text=self.joint.speech_text,
         )
-        return RemoteSpeechService(self.text, info, speak=self.speak, speech=self.joint.speech)
+        return RemoteSpeechService(
+            self.text, info, speak=self.speak, speech=self.joint.speech, voices=self.joint
+        )
 
     async def speak(self, call: SegmentCall) -> AsyncGenerator[Event]:
         self.calls.append(call)

@@ -322,7 +322,7 @@ def test_a_slow_reader_gets_all_its_audio(monkeypatch: pytest.MonkeyPatch) -> No
     ("request_", "message"),
     [
         (chat("x " * 400), "tokens"),
-        (chat("Hello", SpeechParams(voice="absent")), "unknown voice 'absent'; this model has: amy, bob"),
+        (chat("Hello", SpeechParams(voice="absent")), "there is no voice 'absent'; there are: amy, bob"),
         (speech_request("Hello", voice="absent"), "amy, bob"),
         (speech_request("***"), "nothing to speak"),
         (speech_request("Hello", instructions="{broken"), "JSON"),

@@ -62,6 +62,7 @@ def test_operations_of_the_document() -> None:
     )
     errors = ("400", "401", "404", "408", "413", "415", "500", "503")
     lists = ("401", "404")
+    forms = ("TranscriptionBody", "NewVoiceForm")
     both = ("200", "503")
     expected = {
         CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
@@ -85,6 +86,18 @@ def test_operations_of_the_document() -> None:
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
         "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
+        "post /v1/audio/voices": (
+            "NewVoiceForm",
+            True,
+            {"application/json": "VoiceObject"},
+            (*errors, "403", "409", "507"),
+        ),
+        "/v1/audio/voices/{voice}": (
+            None,
+            True,
+            {"application/json": "VoiceDeleted"},
+            (*lists, "400", "403"),
+        ),
         "/health": (None, False, {"application/json": "HealthResponse"}, both),
         "/ready": (None, False, {"application/json": "ReadyResponse"}, both),
         "/metrics": (None, True, {"text/plain": None}, lists),
@@ -99,9 +112,14 @@ def test_operations_of_the_document() -> None:
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     failed = document["components"]["responses"]["error"]
     assert failed["description"] and schemas(failed["content"]) == {"application/json": "ErrorResponse"}
-    assert document["paths"].keys() == expected.keys()
+    operations = {
+        path if method == "get" or len(item) == 1 else f"{method} {path}": operation
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    }
+    assert operations.keys() == expected.keys()
     for path, (body, needs_key, content, others) in expected.items():
-        (operation,) = document["paths"][path].values()
+        operation = operations[path]
         assert operation["summary"] and ("security" in operation) is not needs_key, path
         assert operation.get("security", [{}]) == [{}], path
         answers = operation["responses"]
@@ -114,10 +132,10 @@ def test_operations_of_the_document() -> None:
                 assert answers[status] == {"$ref": "#/components/responses/error"}
         if body is not None:
             assert operation["requestBody"]["required"] is True
-            kind = "multipart/form-data" if body == "TranscriptionBody" else "application/json"
+            kind = "multipart/form-data" if body in forms else "application/json"
             assert schemas(operation["requestBody"]["content"]) == {kind: body}
         named = [(each["name"], each["in"], each["required"]) for each in operation.get("parameters", [])]
-        assert named == ([("model", "path", True)] if "{model}" in path else [])
+        assert named == [(name, "path", True) for name in ("model", "voice") if f"{{{name}}}" in path]
 
 
 def test_every_field_is_in_the_document() -> None:
@@ -220,4 +238,4 @@ def test_generated_requests_get_no_server_error(url: str) -> None:
     """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
     report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
     assert not report.faults, report.faults[0]
-    assert report.requests >= 20 and len(report.statuses) == 14  # `/openapi.json` itself is skipped
+    assert report.requests >= 20 and len(report.statuses) == 16  # `/openapi.json` itself is skipped

@@ -35,9 +35,10 @@ from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
+from mingc.runtime.voices import VoicePack
 
 Floats = NDArray[np.float32]
 RecordedPatch = tuple[AudioDelta, Floats, float]  # with latents and stop probability

@@ -337,9 +337,7 @@ def test_a_slow_encoder_delays_only_its_own_clip(monkeypatch: pytest.MonkeyPatch
 
 def test_voices_and_their_further_names() -> None:
     for client in start(ServeOptions(port=0, voice_aliases=("alloy=Lina",))):
-        assert client.http.get("/v1/audio/voices").json() == {
-            "object": "list", "voices": ["DB30", "Lina"], "default": "DB30", "aliases": {"alloy": "Lina"},
-        }  # fmt: skip
+        assert client.http.get("/v1/audio/voices").json()["aliases"] == {"alloy": "Lina"}
         assert client.speak(voice="alloy").status_code == 200
         assert client.service.speeches[-1].speech.voice == "Lina"
     for wrong in ("alloy=echo", "DB30=Lina"):
@@ -387,9 +385,9 @@ BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
     "empty messages": (lambda c: c.http.post(CHAT, json={"messages": []}), 400, "messages"),
     "unknown role": (lambda c: c.http.post(CHAT, json={"messages": [{"role": "x", "content": "y"}]}), 400,
                      "messages[0].role"),
-    "unknown voice": (lambda c: c.speak(voice="alloy"), 400, "voice"),
+    "unknown voice": (lambda c: c.speak(voice="alloy"), 404, "voice"),
     "unknown voice in a stream": (lambda c: c.chat(stream=True, modalities=["text", "audio"], audio={"voice": "x"}),
-                                  400, "audio.voice"),
+                                  404, "audio.voice"),
     "ogg": (lambda c: c.speak(response_format="ogg"), 400, "response_format"),
     "image output": (lambda c: c.chat(modalities=["image"]), 400, "modalities[0]"),
     "unknown field": (lambda c: c.chat(temprature=1), 400, "temprature"),

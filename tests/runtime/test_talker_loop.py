@@ -16,7 +16,7 @@ from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
 from held_resources import wait_until_equal
 
-from mingc.errors import EngineSizeError, RequestError
+from mingc.errors import EngineSizeError, RequestError, WorkerError
 from mingc.runtime.request import AudioDelta
 from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
@@ -208,6 +208,28 @@ def speak(
     for piece in pieces:
         loop.add(stream, piece)
     return collector
+
+
+def test_calls_run_between_patches_on_the_thread(started: Callable[[TalkerLoop], TalkerLoop]) -> None:
+    """Speech goes on around them, an error stays with its caller, and what waits when the thread ends fails."""
+    loop = started(make_talker_loop(make_talker_worker(slots=3)))
+    speech = speak(loop, segment(patches=3))
+    names = [loop.call(lambda: threading.current_thread().name) for _ in range(3)]
+    assert {each.result(20) for each in names} == {"mingc-talker"}
+    failed = loop.call(lambda: 1 // 0)
+    assert isinstance(failed.exception(20), ZeroDivisionError) and loop.is_healthy
+    np.testing.assert_allclose(speech.segments(1)[0], run_alone(segment(patches=3)), rtol=0, atol=1e-6)
+    begun, goes_on = threading.Event(), threading.Event()
+    first = loop.call(lambda: (begun.set(), goes_on.wait(20)))
+    assert begun.wait(20)
+    second = loop.call(lambda: None)
+    loop.stop(timeout_s=0)
+    goes_on.set()
+    assert first.result(20) == (None, True)
+    assert isinstance(second.exception(20), WorkerError)
+    assert loop.held["talker calls"] == 0
+    with pytest.raises(WorkerError, match="stopping"):
+        loop.call(lambda: None)
 
 
 def test_streams_speak_their_segments_in_order(started: Callable[[TalkerLoop], TalkerLoop]) -> None:

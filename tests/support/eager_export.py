@@ -27,7 +27,11 @@ _LATER = (
     "commands",
     "deploy",
 )
-_RECORDING = {f"verify/served/{name}.py" for name in ("cases", "conversion", "record", "requests")}
+_RECORDING = {
+    *(f"verify/served/{name}.py" for name in ("cases", "conversion", "record", "requests")),
+    "runtime/service/voice_registration.py",
+    "runtime/talker/voice_encoder.py",
+}
 
 
 def export_eager(*options: object, checkpoint: Path = CHECKPOINT) -> Path:

@@ -30,7 +30,8 @@ from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import ChatRequest, Event, SamplingParams, ServiceInfo, SpeechParams, SpeechRequest
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.voices import VoicePack
 
 _STEP_S = 0.03
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from preprocess_data import audio_parameters
@@ -31,6 +32,7 @@ from mingc.runtime.request import (
     Event,
     ServiceInfo,
     ServiceLoad,
+    SpeechParams,
     SpeechRequest,
     TextDelta,
     TextDone,
@@ -41,6 +43,7 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.runtime.service.transcriber import transcribe
+from mingc.runtime.voices import NewVoice, VoiceInfo
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 SAMPLE_RATE = 44100
@@ -86,6 +89,7 @@ class FakeService:
         self.chats: list[ChatRequest] = []
         self.completions: list[CompletionRequest] = []
         self.speeches: list[SpeechRequest] = []
+        self.voices: list[VoiceInfo] = []
         self.transcriptions: list[TranscriptionRequest] = []
         self.transcripts = ["English\thello world"]
         self.ends: dict[str, str] = {}
@@ -123,6 +127,8 @@ class FakeService:
         text, media, is_spoken = "", [], False
         if isinstance(request, ChatRequest):
             self.chats.append(request)
+            if request.speech is not None:
+                self._check_voice(request.speech, "audio.")
             parts = [part for message in request.messages if message.role == "user" for part in message.parts]
             text = " ".join(part.text for part in parts if isinstance(part, TextPart))
             media = [
@@ -184,8 +190,37 @@ class FakeService:
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
+        self._check_voice(request.speech, "")
         async for event in self._run(request.request_id, request.text, [], spoken=True):
             yield event
+
+    def _check_voice(self, speech: SpeechParams, prefix: str) -> None:
+        names = {each.name for each in self.voices} | {*self._info.voices}
+        if speech.reference is None and speech.voice is not None and speech.voice not in names:
+            raise RequestError(
+                f"no such voice; there are {names}",
+                status=404,
+                param=f"{prefix}voice",
+                code="voice_not_found",
+            )
+
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        own = [VoiceInfo(id=name, name=name, kind="built_in") for name in self._info.voices]
+        return (*own, *self.voices)
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        kind: Literal["speaker_embedding", "audio_sample"]
+        kind = "speaker_embedding" if voice.sample.vector else "audio_sample"
+        added = VoiceInfo(id=f"voice_{len(self.voices)}", name=voice.name, kind=kind, consent=voice.consent)
+        self.voices.append(added)
+        return added
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        found = next((each for each in self.voices if name in (each.id, each.name)), None)
+        if found is None:
+            raise RequestError("unknown", status=404, param="voice", code="voice_not_found")
+        self.voices.remove(found)
+        return found
 
     async def stream_speech(
         self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True

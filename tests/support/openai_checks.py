@@ -215,9 +215,9 @@ def check_speech_file(base_url: str, folder: Path) -> None:
 
 
 def check_unknown_voice(base_url: str) -> None:
-    from openai import BadRequestError
+    from openai import NotFoundError
 
-    with client(base_url) as openai, pytest.raises(BadRequestError) as caught:
+    with client(base_url) as openai, pytest.raises(NotFoundError) as caught:
         openai.audio.speech.create(model=model_name(base_url), voice="absent", input="Hello.")
     assert caught.value.param == "voice"
     assert default_voice(base_url) in caught.value.message

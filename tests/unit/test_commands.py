@@ -42,7 +42,7 @@ from mingc.media.options import MediaOptions
 from mingc.options import options_of
 from mingc.probe import baseline, engine_trial, prober
 from mingc.prompts.media_decoder import MediaDecoder
-from mingc.runtime.service import builder
+from mingc.runtime.service import builder, voice_registration
 from mingc.runtime.service.options import EngineOptions
 from mingc.server import app, lifecycle, logs
 from mingc.verify import engine_run, verification
@@ -630,8 +630,9 @@ def test_an_export_replays_records_and_reports_its_steps(
         progress: Callable[[Step], None],
         record: object,
         timer: object,
+        open_voices: object,
     ) -> Result:
-        asked.append((plan.recipe.output, replay, record, timer))
+        asked.append((plan.recipe.output, replay, record, timer, open_voices))
         progress(Step(name="engine", subject="cfm.sample", done=0, total=2, seconds=None))
         progress(Step(name="engine", subject="cfm.sample", done=1, total=2, seconds=3.25))
         return Result()
@@ -643,7 +644,15 @@ def test_an_export_replays_records_and_reports_its_steps(
     monkeypatch.setattr(export_plan, "plan_export", lambda recipe: Plan(recipe=recipe))
     monkeypatch.setattr(export_run, "run", run_plan)
     assert run("export", "x", "--output", "y", "--json") == 0
-    assert asked == [(Path("y"), engine_run.run_engine, record.record_goldens, engine_trial.time_engines)]
+    assert asked == [
+        (
+            Path("y"),
+            engine_run.run_engine,
+            record.record_goldens,
+            engine_trial.time_engines,
+            voice_registration.open_voices,
+        )
+    ]
     out, err = capsys.readouterr()
     assert "export: 1/2 engine cfm.sample 3.2 s" in err.splitlines() and "0/2" not in err
     assert "export: y, for cpu: 1 engines, 1 at a time" in err.splitlines() and "export: voices: none" in err

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import soundfile
@@ -169,3 +173,22 @@ def test_speaker_features_match_the_recording(voice: str) -> None:
 def test_speaker_features_of_a_short_wave_are_empty() -> None:
     assert kaldi_fbank(np.zeros(399, np.float32), sample_rate=16000).shape == (0, 80)
     assert kaldi_fbank(np.zeros(400, np.float32), sample_rate=16000).shape == (1, 80)
+
+
+def test_filter_banks_have_the_same_bits_with_any_number_of_threads() -> None:
+    """A voice that a server registers equals that of an export, which has other threads."""
+    code = (
+        "import numpy as np, sys; from mingc.media.dsp.fbank import kaldi_fbank;"
+        "wave = np.random.default_rng(0).normal(size=106_446).astype(np.float32);"
+        "sys.stdout.buffer.write(kaldi_fbank(wave, sample_rate=16000).tobytes())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2", "3")
+    }
+    assert len(found) == 1

@@ -11,7 +11,8 @@ from fake_talker import FLOW, TALKER, VAE
 
 from mingc.errors import RequestError
 from mingc.runtime.request import SpeechParams
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack
+from mingc.runtime.talker.planner import SpeechPlanner
+from mingc.runtime.voices import VoicePack
 
 # As released (talker.md §0, §5): a patch is 4 latents of 3528 samples at 44,100 Hz, 0.32 s.
 RELEASED = replace(

@@ -56,5 +56,7 @@ def kaldi_fbank(wave: NDArray[np.float32], *, sample_rate: int, num_bins: int = 
     window = ((0.5 - 0.5 * np.cos(phase)) ** _POVEY_POWER).astype(np.float32)
     spectrum = np.fft.rfft((frames - _PREEMPHASIS * previous) * window, n=fft_size, axis=1)
     power = spectrum.real**2 + spectrum.imag**2
-    energies = (power @ _filters(num_bins, fft_size, sample_rate).T).astype(np.float32)
+    # Not by BLAS, whose rounding depends on its number of threads.
+    filters = _filters(num_bins, fft_size, sample_rate)
+    energies: NDArray[np.float32] = np.einsum("tf,bf->tb", power, filters, dtype=np.float32)
     return np.log(np.maximum(energies, _FLOOR))

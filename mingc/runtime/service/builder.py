@@ -105,11 +105,11 @@ def open_service(
         speech = chat = ranks = None
         if speech_stages is not None:
             with clock.phase("set up speech: tokenizer, voices, scheduler"):
-                speech = build_speech(context, speech_stages, for_talkers)
+                speech = build_speech(context, speech_stages, for_talkers, media)
         if media is not None:
             with clock.phase("wait for a media decoder"):
                 media.start()  # also without encoders: a library of `serve` that is missing is found now
-            if chat_stages is None or not chat_stages.ports:
+            if speech is None and (chat_stages is None or not chat_stages.ports):
                 media.close()
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):

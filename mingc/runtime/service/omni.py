@@ -51,9 +51,11 @@ from mingc.runtime.service.output_processor import (
 from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
 from mingc.runtime.service.tool_calls import CallParser, tool_sampling
 from mingc.runtime.service.transcriber import transcribe
+from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
@@ -171,7 +173,9 @@ class OmniService:
             talkers = self._speech.talkers
             waiting["talker"] = talkers.num_waiting
             listeners, num_underruns = talkers.listeners, talkers.num_underruns
-            limits |= talkers.limits
+            limits |= {**talkers.limits}
+            if self._speech.voices is not None:
+                limits |= self._speech.voices.limits
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
@@ -370,6 +374,7 @@ class OmniService:
             jobs: dict[int, int] = {}  # of the thinker, by answer
             try:
                 if speech is not None and speech_params is not None:
+                    speech_params = await self.find_voice(speech_params, "audio.")
                     seed = speech_params.seed if speech_params.seed is not None else sampling.seed
                     speech_stream = self._open_speech_stream(
                         speech,
@@ -481,6 +486,7 @@ class OmniService:
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
+            params = await self.find_voice(params)
             speech_stream = self._open_speech_stream(
                 speech,
                 params,
@@ -504,6 +510,30 @@ class OmniService:
             finally:
                 speech_stream.close()
 
+    async def list_voices(self) -> tuple[VoiceInfo, ...]:
+        """See `Service`."""
+        if self._speech is None or self._speech.voices is None:
+            return ()
+        return await self._speech.voices.list(self._offload)
+
+    async def add_voice(self, voice: NewVoice) -> VoiceInfo:
+        """See `Service`."""
+        with self._begin(is_chat=False):
+            return await self._voices().add(voice, self._offload)
+
+    async def remove_voice(self, name: str) -> VoiceInfo:
+        """See `Service`."""
+        return await self._voices().remove(name, self._offload)
+
+    async def find_voice(self, params: SpeechParams, prefix: str = "") -> SpeechParams:
+        """`params` with the voice that they name or bring along, unless it is one of the artifact's.
+
+        Raises: RequestError when it is unknown or cannot be used; `prefix` is the path of its fields in the request.
+        """
+        if self._speech_pipeline().voices is None and params.reference is None:
+            return params
+        return await self._voices().resolve(params, self._offload, prefix=prefix)
+
     async def stream_speech(
         self, request: SpeechRequest, deltas: AsyncIterator[str], *, starts_early: bool = True
     ) -> AsyncGenerator[Event]:
@@ -512,11 +542,12 @@ class OmniService:
         speech = self._speech_pipeline()
         spoken = SpokenText(speech.max_segment_length, speech.speech_text, starts_early=starts_early)
         with self._begin(is_chat=False) as stream:
+            params = await self.find_voice(request.speech)
             speech_stream = self._open_speech_stream(
                 speech,
-                request.speech,
+                params,
                 stream,
-                request.speech.seed,
+                params.seed,
                 None,
                 is_live=request.is_live,
                 priority=request.priority,
@@ -611,8 +642,12 @@ class OmniService:
             loop.stop(_JOIN_S if loop.is_healthy else _FAILED_JOIN_S)
         if self._ranks is not None:
             self._ranks.close()
-        if self._chat is not None and self._chat.media is not None:
-            self._chat.media.close()
+        for media in (
+            None if self._chat is None else self._chat.media,
+            None if self._speech is None or self._speech.voices is None else self._speech.voices.media,
+        ):
+            if media is not None:
+                media.close()
         if self._chat is not None and self._chat.grammars is not None:
             self._chat.grammars.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -630,6 +665,12 @@ class OmniService:
                 "this model was exported without its talker: it cannot speak", code="unsupported_model"
             )
         return self._speech
+
+    def _voices(self) -> Voices:
+        voices = self._speech_pipeline().voices
+        if voices is None:
+            raise RequestError("this service registers no voices", code="unsupported_parameter")
+        return voices
 
     def _open_speech_stream(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from mingc.options import BYTES, MOST_BYTES, MOST_SECONDS, SECONDS, check, option
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
@@ -59,6 +60,11 @@ class EngineOptions:
         3, "--speech-lead", least=0, most=10**6, group="Speech",
         help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit. A request may have its "
         "own `speech_lead`.",
+    )  # fmt: skip
+    voices_dir: Path | None = option(
+        None, "--voices-dir", group="Speech",
+        help="Keep voices that clients upload in this folder, which several servers may share; without it they are "
+        "refused.",
     )  # fmt: skip
     speech_text: str = option(
         "natural", "--speech-text", choices=SPEECH_TEXTS, group="Speech",

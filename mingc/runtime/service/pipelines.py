@@ -27,6 +27,7 @@ from mingc.runtime.encoders.media_ids import media_digests, media_ids
 from mingc.runtime.request import Constraint
 from mingc.runtime.request_stream import RequestStream
 from mingc.runtime.service.output_processor import Timings
+from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.loop import ThinkerLoop
@@ -95,12 +96,13 @@ class ChatPipeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SpeechPipeline:
-    """The parts that generate speech."""
+    """The parts that generate speech. `voices`: None: only those of `planner` are known."""
 
     planner: SpeechPlanner
     talkers: TalkerGroup
     max_segment_length: int
     speech_text: SpeechText
+    voices: Voices | None = None
 
 
 async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: torch.device) -> Tensor:

@@ -10,29 +10,35 @@ import torch
 from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import ArtifactError
+from mingc.prompts.media_decoder import MediaDecoder
 from mingc.prompts.speech_prompt import SpeechPromptBuilder
 from mingc.prompts.tokenizer import load_tokenizer
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.kv_cache import SlotPool
-from mingc.runtime.service.build_context import BuildContext
+from mingc.runtime.service.build_context import HOST, BuildContext
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.served_stages import SpeechStages, largest_bucket
+from mingc.runtime.service.voice_store import VoiceStore
+from mingc.runtime.service.voices import CACHE_BYTES, Voices
 from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
-from mingc.runtime.talker.planner import SpeechPlanner, VoicePack, load_voice
+from mingc.runtime.talker.planner import SpeechPlanner, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
+from mingc.runtime.talker.voice_encoder import VoiceEncoder
 from mingc.runtime.talker.worker import TalkerWorker
+from mingc.runtime.voices import VoicePack
 from mingc.text.spoken import SpeechText
 
 
 def build_speech(
-    context: BuildContext, stages: SpeechStages, devices: Sequence[torch.device]
+    context: BuildContext, stages: SpeechStages, devices: Sequence[torch.device], media: MediaDecoder | None
 ) -> SpeechPipeline:
-    """Load a talker on each of `devices`."""
+    """Load a talker on each of `devices`. `media` decodes recordings of voices."""
     options = context.options
+    store = None if options.voices_dir is None else VoiceStore(options.voices_dir)
     slots = _num_slots(context.manifest, stages, options)
-    loops = []
+    loops, encoders = [], []
     for index, device in enumerate(devices):
         with current_device(device):
             loaded = [context.load(name, device) for name in stages.names]
@@ -47,6 +53,17 @@ def build_speech(
                     depth=options.talker_depth,
                 )
         context.memory.add(device, "talker_slots", worker.state_bytes)
+        _, sampler, vocoder = loaded
+        encoders.append(
+            VoiceEncoder(
+                encode=vocoder["encode"],
+                aggregate=sampler["aggregate"],
+                speaker=sampler["speaker"],
+                flow=stages.flow,
+                vae=stages.vae,
+                device=device,
+            )
+        )
         scheduler = TalkerScheduler(
             SlotPool(slots),
             max_batch=worker.max_batch,
@@ -57,13 +74,19 @@ def build_speech(
         )
         name = f"talker {index} on {device}" if len(devices) > 1 else "talker"
         loops.append(TalkerLoop(worker, scheduler, name=name, speech_lead=options.speech_lead))
+    planner = create_speech_planner(
+        context.artifact, stages, parse_special_tokens=options.parse_special_tokens
+    )
+    talkers = TalkerGroup(loops)
+    context.memory.add(HOST, "voice_cache", CACHE_BYTES)
     return SpeechPipeline(
-        planner=create_speech_planner(
-            context.artifact, stages, parse_special_tokens=options.parse_special_tokens
-        ),
-        talkers=TalkerGroup(loops),
+        planner=planner,
+        talkers=talkers,
         max_segment_length=stages.talker.max_segment_length,
         speech_text=cast(SpeechText, options.speech_text),  # the options have checked it
+        voices=Voices(
+            context.artifact, stages, planner, encoders[0], loops[0].call, media=media, store=store
+        ),
     )
 
 

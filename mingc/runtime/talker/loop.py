@@ -13,7 +13,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 log = logging.getLogger("mingc.engine")
+
+_T = TypeVar("_T")
 
 _POLL_S = 0.005  # a held launch checks the device so often, because the estimate may be far too long
 
@@ -79,6 +83,7 @@ class TalkerLoop(EngineThread):
         self._launch_timing = LaunchTimingPolicy()
         self._was_held = False  # whether the next launch has waited until its lead
         self._latency = PatchLatencyModel()  # by `clock`
+        self._calls: set[Future[Any]] = set()  # that wait for this thread
         self._launched: deque[tuple[int, float]] = deque()  # batch size and time of the patches in flight
 
     @property
@@ -91,6 +96,7 @@ class TalkerLoop(EngineThread):
             "scheduled speech streams": scheduler.num_streams + scheduler.num_waiting + scheduler.num_running,
             "speech segments": self.worker.num_segments,
             "patches in flight": self.worker.num_in_flight,
+            "talker calls": len(self._calls),
         }
 
     @property
@@ -159,6 +165,30 @@ class TalkerLoop(EngineThread):
     def cancel(self, stream: int) -> None:
         """Remove a stream before the next patch; does nothing if it is unknown."""
         self.post(lambda: self._remove(stream))
+
+    def call(self, work: Callable[[], _T]) -> Future[_T]:
+        """Run `work`, which uses the device, on the thread between two patches.
+
+        Raises: the error that stopped the thread; what `work` raises is in the future.
+        """
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            with self._lock:
+                is_failed = future not in self._calls
+                self._calls.discard(future)
+            if not is_failed and future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+
+        with self._lock:
+            self._check_healthy()
+            self._calls.add(future)
+            self._inbox.append(run)
+            self._notify()
+        return future
 
     def _run(self) -> None:
         # Engines and pinned buffers that name no device use the current device of the thread.
@@ -323,3 +353,9 @@ class TalkerLoop(EngineThread):
     def _fail_all(self, error: ServeError) -> None:
         for stream in list(self._streams):
             self._fail(stream, error)
+        with self._lock:
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            if call.set_running_or_notify_cancel():
+                call.set_exception(error)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +17,13 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import VoiceRecord
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.errors import ArtifactError, RequestError
-from mingc.prompts.speech_prompt import SpeechPromptBuilder, caption_instruction
+from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder, caption_instruction
 from mingc.runtime.noise import NoiseSource
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.worker import SpeechSegment
+from mingc.runtime.voices import VoicePack
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class VoicePack:
-    """A registered voice.
-
-    Attributes:
-        latents: (N·p, latent) float32, latents of the recording.
-        embeds: (N, D) float32, one row per patch.
-        speaker: (D,) float32.
-    """
-
-    name: str
-    transcript: str
-    latents: NDArray[np.float32]
-    embeds: NDArray[np.float32]
-    speaker: NDArray[np.float32]
+_LEAST_PATCHES = 30  # of speech that must fit behind a voice: 10 s
 
 
 def load_voice(artifact: Artifact, record: VoiceRecord) -> VoicePack:
@@ -78,7 +63,7 @@ class SpeechPlanner:
 
     def check(self, speech: SpeechParams) -> None:
         """Validate speech parameters. Raises: RequestError for an unknown voice or invalid instructions."""
-        self._voice(speech.voice)
+        self._voice(speech)
         caption_instruction(speech.instructions or "")
 
     def segment(self, text: str, index: int, speech: SpeechParams, noise: NoiseSource) -> SpeechSegment:
@@ -86,14 +71,8 @@ class SpeechPlanner:
 
         Raises: RequestError when the prompt leaves no room for speech.
         """
-        voice = self._voice(speech.voice)
-        prompt = self._builder.build(
-            text,
-            num_speakers=0 if voice is None else 1,
-            transcript=None if voice is None else voice.transcript,
-            num_prompt_patches=0 if voice is None else len(voice.embeds),
-            instruction=caption_instruction(speech.instructions or ""),
-        )
+        voice = self._voice(speech)
+        prompt = self._prompt(text, voice, caption_instruction(speech.instructions or ""))
         embeds = np.zeros((0, self._parameters.hidden_size), np.float32)
         if voice is not None:
             embeds = np.concatenate([voice.speaker[None], voice.embeds[: len(prompt.patch_rows)]])
@@ -111,16 +90,42 @@ class SpeechPlanner:
             temperature=_given(speech.temperature, self._flow.temperature),
         )
 
-    def _voice(self, name: str | None) -> VoicePack | None:
+    def check_room(self, voice: VoicePack) -> None:
+        """Raises: RequestError when the recording and its transcript leave too little room for speech."""
+        size = len(self._prompt("a", voice, None).token_ids)
+        room, least = self._parameters.slot_tokens - size, min(_LEAST_PATCHES, self._parameters.max_steps)
+        if room < least:
+            raise RequestError(
+                f"the voice takes {size} of {self._parameters.slot_tokens} tokens, which leaves no room for speech",
+                where="ref_text",
+                fix="send a shorter recording with its words",
+                param="ref_text",
+            )
+
+    def _prompt(self, text: str, voice: VoicePack | None, instruction: str | None) -> SpeechPrompt:
+        return self._builder.build(
+            text,
+            num_speakers=0 if voice is None else 1,
+            transcript=None if voice is None else voice.transcript,
+            num_prompt_patches=0 if voice is None else len(voice.embeds),
+            instruction=instruction,
+        )
+
+    def _voice(self, speech: SpeechParams) -> VoicePack | None:
         """The requested or default voice; None if the artifact has no voices."""
-        name = name or self._parameters.default_voice
+        if isinstance(speech.reference, VoicePack):
+            return speech.reference
+        name = speech.voice or self._parameters.default_voice
         if name is None:
             return None
         voice = self._voices.get(name)
         if voice is None:
             available = ", ".join(sorted(self._voices)) or "none"
             raise RequestError(
-                f"unknown voice {name!r}; this model has: {available}", param="voice", code="voice_not_found"
+                f"there is no voice {name!r}; there are: {available}",
+                status=404,
+                param="voice",
+                code="voice_not_found",
             )
         return voice
 

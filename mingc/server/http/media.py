@@ -72,6 +72,14 @@ class MediaLoader:
             loaded.append(replace(message, parts=tuple(parts)))
         return tuple(loaded)
 
+    async def load_one(self, part: MediaPart, max_bytes: int) -> bytes:
+        """The bytes of one reference, at most `max_bytes`. Raises: RequestError."""
+        assert isinstance(part.data, str), "a reference"
+        data = await self._read(part, part.data, self._max_bytes)
+        if len(data) > max_bytes:
+            raise _too_large(part, f"The {part.kind} is", max_bytes)
+        return bytes(data)
+
     async def _read(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
         if not isinstance(source, LongString):
             source = source.strip()
@@ -273,12 +281,13 @@ class MediaLoader:
             return large_arrays.join(parts)
 
     def _too_large(self, media: MediaPart) -> NoReturn:
-        raise RequestError(
-            f"The media of this request are larger than {self._max_bytes} bytes.",
-            status=413,
-            param=media.where,
-            code="media_too_large",
-        )
+        raise _too_large(media, "The media of this request are", self._max_bytes)
+
+
+def _too_large(media: MediaPart, what: str, max_bytes: int) -> RequestError:
+    return RequestError(
+        f"{what} larger than {max_bytes} bytes.", status=413, param=media.where, code="media_too_large"
+    )
 
 
 def _host_and_port(entry: str) -> tuple[str, int | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from mingc.server.http.request_schemas import (
     SPEECH_BODY,
     TOKENIZE_BODY,
     FunctionTool,
+    NewVoiceForm,
 )
 from mingc.server.http.response_schemas import (
     ChatCompletion,
@@ -29,7 +31,9 @@ from mingc.server.http.response_schemas import (
     TextCompletion,
     TokenList,
     Version,
+    VoiceDeleted,
     VoiceList,
+    VoiceObject,
 )
 from mingc.server.http.transcriptions import Transcription, TranscriptionBody, VerboseTranscription
 
@@ -54,6 +58,9 @@ _STRUCTS = (
     ModelList,
     ModelObject,
     VoiceList,
+    NewVoiceForm,
+    VoiceObject,
+    VoiceDeleted,
     HealthResponse,
     ReadyResponse,
     ErrorResponse,
@@ -109,7 +116,18 @@ def _paths() -> Json:
         "/v1/models/{model}": {
             "get": {**_list("The served model under one name.", _json(ModelObject)), "parameters": [model]}
         },
-        "/v1/audio/voices": {"get": _list("Voices.", _json(VoiceList))},
+        "/v1/audio/voices": {
+            "get": _list("Voices.", _json(VoiceList)),
+            "post": _generation(
+                "Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM, others=("409", "507")
+            ),
+        },
+        "/v1/audio/voices/{voice}": {
+            "delete": {
+                **_list("Remove a voice that was added.", _json(VoiceDeleted), others=("400", "403")),
+                "parameters": [{**model, "name": "voice"}],
+            }
+        },
         "/health": {"get": _probe("Whether the server works.", HealthResponse)},
         "/ready": {"get": _probe("Whether to send requests here.", ReadyResponse)},
         "/metrics": {"get": _list("Prometheus metrics.", {"text/plain": _TEXT})},
@@ -120,7 +138,12 @@ def _paths() -> Json:
 
 
 def _generation(
-    summary: str, body: type[Struct], content: Json, *, body_type: str = "application/json"
+    summary: str,
+    body: type[Struct],
+    content: Json,
+    *,
+    body_type: str = "application/json",
+    others: Sequence[str] = (),
 ) -> Json:
     statuses = (
         "400",
@@ -132,6 +155,7 @@ def _generation(
         "415",
         "500",
         "503",
+        *others,
     )
     return {
         "summary": summary,
@@ -143,13 +167,12 @@ def _generation(
     }
 
 
-def _list(summary: str, content: Json) -> Json:
+def _list(summary: str, content: Json, *, others: Sequence[str] = ()) -> Json:
     return {
         "summary": summary,
         "responses": {
             "200": {"description": summary, "content": content},
-            "401": _ERROR,
-            "404": _ERROR,
+            **{status: _ERROR for status in ("401", "404", *others)},
         },
     }
 

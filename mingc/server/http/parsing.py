@@ -22,10 +22,12 @@ from mingc.runtime.request import (
     ServiceInfo,
     SpeechParams,
 )
+from mingc.runtime.voices import NewVoice, VoiceSample
 from mingc.server.audio_format import RATES, AudioFormat, AudioSpec, default_rate
 from mingc.server.http.body import decode_body, decode_small
 from mingc.server.http.constraints import parse_constraint
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
+from mingc.server.http.forms import decode_form
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
@@ -33,6 +35,7 @@ from mingc.server.http.request_schemas import (
     COMPLETION_BODY,
     COMPLETION_REFUSED,
     DETOKENIZE_BODY,
+    MAX_SAMPLE_BYTES,
     MAX_TOKEN_ID,
     SPEECH_BODY,
     SPEECH_REFUSED,
@@ -41,7 +44,9 @@ from mingc.server.http.request_schemas import (
     ChatAudio,
     ChatBody,
     DetokenizeBody,
+    NewVoiceForm,
     Refused,
+    SpeakerEmbedding,
     SpeechBody,
     SpeechFields,
     TextBody,
@@ -58,7 +63,8 @@ _TextBody = TypeVar("_TextBody", bound=TextBody | DetokenizeBody)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedText(Generic[Request]):
-    """A parsed chat or completion, and how its answers are delivered. Media of its messages are not read yet.
+    """A parsed chat or completion, and how its answers are delivered. Media of its messages and the recording of a
+    voice are not read yet.
 
     `audio`: the clip of a spoken answer. `shown_prompt`: what is repeated before each answer of a completion.
     """
@@ -76,7 +82,7 @@ ParsedCompletion = ParsedText[CompletionRequest]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedSpeech:
-    """A parsed speech request.
+    """A parsed speech request. The recording of its voice is not read yet.
 
     `delivery`: one body with its length, raw chunks, or server-sent events; `has_segments`: these have the times of
     segments.
@@ -224,7 +230,7 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
         RequestError: with `param` naming the first field that is wrong.
     """
     if not info.has_speech:
-        raise _no_speech(info, "model", "unsupported_model")
+        raise no_speech(info, "model", "unsupported_model")
     body = decode_body(raw, SPEECH_BODY)
     _check_model(body.model, info)
     if body.input is None:
@@ -266,7 +272,7 @@ def _check_model(model: str | None, info: ServiceInfo) -> None:
         raise unknown_model(model, info)
 
 
-def _no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality") -> RequestError:
+def no_speech(info: ServiceInfo, param: str, code: str = "unsupported_modality") -> RequestError:
     return RequestError(
         f"Model '{info.model}' was exported without its talker: it cannot speak. It serves /v1/chat/completions "
         'with "modalities": ["text"].',
@@ -306,7 +312,7 @@ def _audio(
         raise invalid("modalities", "is empty, but an answer has at least text: send ['text']")
     modalities = body.modalities or ["text"]
     if not info.has_speech and ("audio" in modalities or body.audio is not None):
-        raise _no_speech(info, "modalities" if "audio" in modalities else "audio")
+        raise no_speech(info, "modalities" if "audio" in modalities else "audio")
     able = "['text'] or ['text', 'audio']" if info.has_speech else "['text']"
     for index, modality in enumerate(modalities):
         if modality not in ("text", "audio"):
@@ -357,7 +363,8 @@ def _speech_params(
     if instructions is not None and len(instructions) > options.max_instructions_characters:
         raise too_long(f"{prefix}instructions", options.max_instructions_characters)
     return SpeechParams(
-        voice=_voice(fields, info, options, f"{prefix}voice"),
+        voice=_voice(fields, info, options),
+        reference=_reference(fields, prefix),
         instructions=instructions if instructions and instructions.strip() else None,
         seed=_seed(fields.seed, f"{prefix}seed"),
         max_steps=_alias(fields, "max_steps", "max_new_tokens", prefix),
@@ -371,18 +378,66 @@ def _speech_params(
     )
 
 
-def _voice(fields: SpeechFields, info: ServiceInfo, options: ServeOptions, param: str) -> str | None:
-    """Read `voice`: a name, an alias, or OpenAI's `{"id": name}`."""
+def _voice(fields: SpeechFields, info: ServiceInfo, options: ServeOptions) -> str | None:
+    """Read `voice`: a name, an alias, or OpenAI's `{"id": name}`. The service knows which there are."""
     if fields.voice is None:
         return info.default_voice
     name = fields.voice if isinstance(fields.voice, str) else fields.voice.id
-    name = options.aliases_of_voices.get(name, name)
-    if name not in info.voices:
-        voices = ", ".join(info.voices) or "none"
-        raise RequestError(
-            f"Unknown voice {shorten(name)}; this artifact has: {voices}.", param=param, code="unknown_voice"
-        )
-    return name
+    return options.aliases_of_voices.get(name, name)
+
+
+def _reference(fields: SpeechFields, prefix: str) -> VoiceSample | None:
+    """The voice that a request brings along; its recording is not read yet."""
+    if fields.ref_audio is not None and fields.speaker_embedding is not None:
+        raise invalid(f"{prefix}speaker_embedding", f"is given beside '{prefix}ref_audio': send one")
+    if fields.ref_text is not None and fields.ref_audio is None:
+        raise invalid(f"{prefix}ref_text", f"is given without '{prefix}ref_audio', whose words it is")
+    if fields.ref_audio is None and fields.speaker_embedding is None:
+        return None
+    if fields.speaker_embedding == []:
+        raise invalid(f"{prefix}speaker_embedding", "is empty")
+    return VoiceSample(
+        recording=fields.ref_audio or b"",
+        transcript=fields.ref_text,
+        vector=tuple(fields.speaker_embedding or ()),
+    )
+
+
+def parse_voice(raw: memoryview, info: ServiceInfo, options: ServeOptions, *, content_type: str) -> NewVoice:
+    """Decode the form of a new voice. Raises: RequestError."""
+    form = decode_form(raw, content_type, NewVoiceForm)
+    sample = form.audio_sample
+    if (sample is None) == (form.speaker_embedding is None):
+        raise invalid("audio_sample", "or 'speaker_embedding' must be given, and only one of them")
+    recording, vector = b"", list[float]()
+    if sample is not None:
+        if len(sample.data) > MAX_SAMPLE_BYTES:
+            raise RequestError(
+                f"'audio_sample' is larger than {MAX_SAMPLE_BYTES} bytes.",
+                status=413,
+                param="audio_sample",
+                code="media_too_large",
+            )
+        if not sample.data:
+            raise RequestError("'audio_sample' holds no bytes.", param="audio_sample", code="empty_media")
+        recording = bytes(sample.data)
+    else:
+        try:
+            vector = msgspec.json.decode(form.speaker_embedding or "", type=SpeakerEmbedding)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            raise invalid("speaker_embedding", f"is not a JSON array of numbers: {error}") from error
+        if not vector:
+            raise invalid("speaker_embedding", "is empty")
+        if form.ref_text is not None:
+            raise invalid("ref_text", "is given without 'audio_sample', whose words it is")
+    return NewVoice(
+        name=form.name,
+        consent=form.consent,
+        description=form.speaker_description,
+        sample=VoiceSample(
+            recording=recording, transcript=form.ref_text, vector=tuple(vector), where="audio_sample"
+        ),
+    )
 
 
 def _seed(value: int | float | None, param: str) -> int | None:

@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct, defstruct, field, json
 
 from mingc.server.audio_format import MAX_RATE, MIN_RATE, AudioFormat
 from mingc.server.http.body import MediaString
+from mingc.server.http.forms import File
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -24,6 +25,10 @@ MAX_PIXELS = 1 << 30
 LOW_DETAIL_PIXELS = 512 * 512  # as with OpenAI
 MAX_PRIORITY = (1 << 31) - 1
 MAX_SPEECH_LEAD = 10**6
+MAX_REF_TEXT = 1000  # words of a recording
+MAX_EMBEDDING = 4096
+MAX_SAMPLE_BYTES = 10 << 20  # of a recording
+MAX_RECORDING_S = 30
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 16
 MAX_TOKEN_ID = 1 << 24
@@ -84,6 +89,14 @@ Media = Annotated[MediaString, Meta(extra_json_schema={"type": "string"})]
 JsonSchema = dict[str, Any] | bool
 MediaList = Annotated[list[Media], Meta(max_length=MAX_PARTS)]
 SampleRate = Annotated[int, _SAMPLE_RATE] | Annotated[float, _SAMPLE_RATE]
+
+
+_REF_AUDIO = Meta(
+    description="A recording of the voice to speak with, as base64, data or other URL. It and `speaker_embedding` are "
+    "used instead of `voice`.",
+    extra_json_schema={"type": "string"},
+)
+SpeakerEmbedding = Annotated[list[float], Meta(max_length=MAX_EMBEDDING)]
 
 
 class TextContent(Struct, tag_field="type", tag="text"):
@@ -215,6 +228,9 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Speech parameters, in the `audio` object of a chat and at the top level of a speech request."""
 
     voice: str | VoiceReference | None = None
+    ref_audio: Annotated[MediaString, _REF_AUDIO] | None = None
+    ref_text: Annotated[str, Meta(max_length=MAX_REF_TEXT)] | None = None
+    speaker_embedding: SpeakerEmbedding | None = None
     instructions: str | None = None
     seed: int | float | None = None
     max_steps: Count | None = None
@@ -438,6 +454,24 @@ class SpeechBody(SpeechFields, kw_only=True):
     priority: Priority | None = None
 
 
+class NewVoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of `POST /v1/audio/voices`.
+
+    `name`: 1 to 64 characters. `consent`: what the speaker has agreed to, or where that is recorded; it is kept with
+    the voice. `audio_sample`: a recording of 1 to 30 s, at most 10 MiB, or `speaker_embedding`: its speaker vector, a
+    JSON array. `ref_text`: the words of the recording.
+    """
+
+    name: str
+    consent: Annotated[str, Meta(max_length=MAX_REF_TEXT)]
+    audio_sample: File | None = None
+    speaker_embedding: str | None = None
+    ref_text: Annotated[str, Meta(max_length=MAX_REF_TEXT)] | None = None
+    speaker_description: Annotated[str, Meta(max_length=MAX_REF_TEXT)] | None = None
+    type: Literal["audio_sample"] | None = None
+    model: str | None = None
+
+
 Refused = Mapping[str, tuple[str, tuple[object, ...]]]
 
 # Fields that other APIs define: (why they are refused, values that request nothing and are accepted).
@@ -535,7 +569,7 @@ TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokeniz
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(
     (
-        "task_type", "language", "ref_audio", "ref_text", "x_vector_only_mode", "speaker_embedding",
+        "task_type", "language", "x_vector_only_mode",
         "initial_codec_chunk_frames", "extra_params",
     ),
     _NO_INPUT,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
@@ -25,6 +25,7 @@ from mingc.runtime.request import (
     ToolCallFailed,
     Usage,
 )
+from mingc.runtime.voices import VoiceInfo
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState, Status
 
@@ -53,12 +54,66 @@ class ModelList(Struct, tag_field="object", tag="list", forbid_unknown_fields=Tr
     data: list[ModelObject]
 
 
-class VoiceList(Struct, tag_field="object", tag="list", forbid_unknown_fields=True):
-    """`aliases`: further names of voices (`--voice-alias`)."""
+class VoiceObject(Struct, tag_field="object", tag="audio.voice", forbid_unknown_fields=True, kw_only=True):
+    """A voice. `type`: `built_in` for the model's own. `duration`: seconds of its recording."""
+
+    id: str
+    name: str
+    created_at: int
+    type: Literal["built_in", "audio_sample", "speaker_embedding"]
+    ref_text: str | None = None
+    duration: float | None = None
+    consent: str | UnsetType = UNSET
+    speaker_description: str | UnsetType = UNSET
+    success: bool | UnsetType = UNSET
+
+
+class VoiceDeleted(
+    Struct, tag_field="object", tag="audio.voice.deleted", forbid_unknown_fields=True, kw_only=True
+):
+    id: str
+    deleted: bool = True
+    success: bool = True
+
+
+class VoiceList(Struct, tag_field="object", tag="list", forbid_unknown_fields=True, kw_only=True):
+    """`voices`: all names; `data`: the voices, and those of `uploaded_voices` again.
+
+    `aliases`: further names of voices (`--voice-alias`).
+    """
 
     voices: list[str]
     default: str | None
     aliases: dict[str, str]
+    data: list[VoiceObject]
+    uploaded_voices: list[VoiceObject]
+    has_more: bool = False
+
+
+def voice_object(voice: VoiceInfo, *, is_new: bool = False) -> VoiceObject:
+    """A voice as clients see it; one that was just registered reports success."""
+    return VoiceObject(
+        id=voice.id,
+        name=voice.name,
+        created_at=voice.created_at,
+        type=voice.kind,
+        ref_text=voice.transcript,
+        duration=voice.seconds,
+        consent=UNSET if voice.consent is None else voice.consent,
+        speaker_description=UNSET if voice.description is None else voice.description,
+        success=True if is_new else UNSET,
+    )
+
+
+def voice_list(voices: Sequence[VoiceInfo], default: str | None, aliases: Mapping[str, str]) -> VoiceList:
+    """The list of all voices."""
+    return VoiceList(
+        voices=[each.name for each in voices],
+        default=default,
+        aliases=dict(aliases),
+        data=[voice_object(each) for each in voices],
+        uploaded_voices=[voice_object(each) for each in voices if each.kind != "built_in"],
+    )
 
 
 class ReadyResponse(Struct, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -18,31 +19,48 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from mingc.errors import CapacityError, MingcError
+from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.prompts.conversation import MediaPart
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
-from mingc.runtime.request import ChatRequest, ServiceInfo, SpeechRequest, TextRequest
+from mingc.runtime.request import (
+    ChatRequest,
+    SamplingParams,
+    Service,
+    ServiceInfo,
+    SpeechParams,
+    SpeechRequest,
+    TextRequest,
+    TranscriptDelta,
+    TranscriptionRequest,
+    TranscriptSegment,
+)
+from mingc.runtime.voices import VoiceSample
 from mingc.server.audio_format import AudioSpec
 from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
 from mingc.server.http.body import read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
-from mingc.server.http.field_errors import invalid
+from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import FORM
 from mingc.server.http.media import MediaLoader
 from mingc.server.http.parsing import (
+    no_speech,
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_speech,
     parse_tokenize,
+    parse_voice,
 )
+from mingc.server.http.request_schemas import MAX_RECORDING_S, MAX_REF_TEXT, MAX_SAMPLE_BYTES
 from mingc.server.http.response_schemas import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
     Detokenized,
     TokenList,
     sse,
+    voice_object,
 )
 from mingc.server.http.streaming import (
     JSON,
@@ -66,6 +84,7 @@ from mingc.server.state import ServerState
 
 log = logging.getLogger("mingc.http")
 
+_MAX_TRANSCRIPTS = 1000  # of recordings that requests bring along
 _EMPTY = memoryview(b"")
 _PARSED_INLINE = 64 * 1024  # bytes that are parsed faster than they are handed to a thread
 Parsed = TypeVar("Parsed")
@@ -84,6 +103,8 @@ class HttpState:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="mingc-parse"), init=False
     )
 
+    _words: dict[bytes, str] = field(default_factory=dict, init=False)  # of recordings, by their hash
+
     @classmethod
     def of(cls, server: ServerState) -> HttpState:
         options = server.options
@@ -99,6 +120,27 @@ class HttpState:
     ) -> AbstractContextManager[LiveClip] | AbstractContextManager[KeptClip]:
         """The clip of a streamed answer. `text`: see `AnswerBudget.keep`."""
         return closing(LiveClip(spec)) if spec.is_playable_in_parts else self.answers.keep(spec, text)
+
+    async def load_recording(self, speech: SpeechParams, key: KeyUse, prefix: str) -> SpeechParams:
+        """`speech` with the bytes of a recording that a request brings along, and its words.
+
+        `prefix`: the path of its fields in the request.
+        """
+        sample = speech.reference
+        if not isinstance(sample, VoiceSample) or not isinstance(sample.recording, str):
+            return speech
+        part = MediaPart(kind="audio", data=sample.recording, where=f"{prefix}ref_audio")
+        recording = await self.media.load_one(part, MAX_SAMPLE_BYTES)
+        sample = replace(sample, recording=recording)
+        if not sample.transcript and self.server.service.info.has_audio_input:
+            digest = hashlib.sha256(recording).digest()
+            if digest not in self._words:
+                words = (await transcribed(self.server.service, sample, key)).transcript or ""
+                while len(self._words) >= _MAX_TRANSCRIPTS:
+                    del self._words[next(iter(self._words))]
+                self._words[digest] = words
+            sample = replace(sample, transcript=self._words[digest])
+        return replace(speech, reference=sample)
 
     async def parse(
         self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
@@ -230,7 +272,7 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     )
     stream, include_usage = parsed.stream, parsed.include_usage
     del parsed  # its base64, which is decoded now
-    request = await _load_media(state, request, body.charge)
+    request = await _load_media(state, request, body)
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=server.service.info.model, include_usage=include_usage
     )
@@ -246,10 +288,18 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
             await response.send_whole(JSON, *whole)
 
 
-async def _load_media(state: HttpState, request: ChatRequest, charge: Charge) -> ChatRequest:
+async def _load_media(state: HttpState, request: ChatRequest, body: RequestBody) -> ChatRequest:
     messages = await state.media.load(request.messages)
-    charge.set(sum(message.size for message in messages))
-    return replace(request, messages=messages)
+    speech = request.speech
+    if speech is not None:
+        speech = await state.load_recording(speech, body.key, "audio.")
+    body.charge.set(sum(message.size for message in messages) + _recording_size(speech))
+    return replace(request, messages=messages, speech=speech)
+
+
+def _recording_size(speech: SpeechParams | None) -> int:
+    sample = None if speech is None else speech.reference
+    return len(sample.recording) if isinstance(sample, VoiceSample) else 0
 
 
 def _tokenizer_for(server: ServerState, request: TextRequest) -> TextTokenizer | None:
@@ -286,7 +336,7 @@ async def handle_tokenize(state: HttpState, body: RequestBody, response: Respons
     service = state.server.service
     prompt, with_names = await state.parse(parse_tokenize, body.take())
     if not isinstance(prompt, str):
-        prompt = await _load_media(state, prompt, body.charge)
+        prompt = await _load_media(state, replace(prompt, speech=None), body)
     tokens = list(await service.tokenize(prompt))
     names = None
     if with_names:
@@ -340,7 +390,9 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
     timer = server.metrics.timer()
     parsed = await state.parse(parse_speech, body.take())
     body.key.add_speech(parsed.text)
-    body.charge.set(0)
+    speech = await state.load_recording(parsed.speech, body.key, "")
+    parsed = replace(parsed, speech=speech)  # without its base64
+    body.charge.set(_recording_size(speech))
     audio = parsed.audio
     request = SpeechRequest(
         request_id=f"speech-{uuid.uuid4().hex[:24]}",
@@ -362,6 +414,54 @@ async def handle_speech(state: HttpState, body: RequestBody, response: ResponseW
             else:
                 times = SegmentTimes(audio) if parsed.has_segments else None
                 await response.send_stream(SSE, speech_events(events, clip, times))
+
+
+async def handle_add_voice(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/audio/voices`."""
+    service = state.server.service
+    if not service.info.has_speech:
+        raise no_speech(service.info, "name")
+    voice = await state.parse(partial(parse_voice, content_type=body.content_type), body.take())
+    if voice.name in state.server.options.aliases_of_voices:
+        raise RequestError(
+            f"{shorten(voice.name)} is another name of a voice (--voice-alias): take another one.",
+            status=409,
+            param="name",
+            code="voice_exists",
+        )
+    body.charge.set(len(voice.sample.recording))
+    if voice.sample.recording and not voice.sample.transcript and service.info.has_audio_input:
+        voice = replace(voice, sample=await transcribed(service, voice.sample, body.key))
+    await response.send_object(voice_object(await service.add_voice(voice), is_new=True))
+
+
+async def transcribed(service: Service, sample: VoiceSample, key: KeyUse) -> VoiceSample:
+    """`sample` with the words of its recording, as the model hears them.
+
+    Raises: RequestError when it is too long for a voice, has no words, or exceeds the limits of `key`.
+    """
+    assert isinstance(sample.recording, bytes), "recordings are loaded"
+    key.add_text("", MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
+    request = TranscriptionRequest(
+        request_id=f"transcript-{uuid.uuid4().hex[:24]}",
+        audio=sample.recording,
+        where=sample.where,
+        sampling=SamplingParams(max_tokens=MAX_TRANSCRIPT_TOKENS),
+    )
+    words = ""
+    async with aclosing(service.transcribe(request)) as events:
+        async for event in events:
+            if isinstance(event, TranscriptDelta):
+                words += event.text
+            elif isinstance(event, TranscriptSegment) and event.end_ms > MAX_RECORDING_S * 1000:
+                raise invalid(sample.where, f"is longer than {MAX_RECORDING_S} s")
+    if not words.strip():
+        raise RequestError(
+            f"'{sample.where}' has no words that the model hears: send 'ref_text'.",
+            param="ref_text",
+            code="invalid_value",
+        )
+    return replace(sample, transcript=words.strip()[:MAX_REF_TEXT])
 
 
 HANDLERS: dict[str, Handler] = {

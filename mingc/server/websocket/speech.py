@@ -169,7 +169,7 @@ class SpeechSession:
         if switches.stream_audio is False:
             raise invalid("stream_audio", "is false, but audio is always sent while it is generated")
         fields = msgspec.json.decode(raw, type=dict[str, Raw])
-        for name in ("input", "stream", "stream_format"):
+        for name in ("input", "stream", "stream_format", "ref_audio", "ref_text"):
             if name in fields:
                 raise RequestError(
                     f"'{name}' is no field of 'session.config'.", param=name, code="unknown_parameter"
