@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -32,8 +33,9 @@ def test_a_clip_gives_the_same_voice_by_export_and_over_http(dtype: str, tmp_pat
     listed["clone"] = {"prompt_wav_path": "data/clone.wav", "prompt_text": WORDS}
     (data / "voice_name.json").write_text(json.dumps(listed))
     options = ("--stages", "talker,cfm,audio_vae", "--batch-sizes", "1", "--cache", CACHE)
+    jobs = ("--jobs", os.cpu_count() or 1)
     exported = mingc(
-        "export", checkpoint, "--target", "cuda", "--dtype", dtype, *options, "--output", artifact
+        "export", checkpoint, "--target", "cuda", "--dtype", dtype, *options, *jobs, "--output", artifact
     )
     assert exported.code == 0, exported.stderr
     with serving(artifact, "--voices-dir", folder) as server:
