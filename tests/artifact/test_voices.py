@@ -396,7 +396,14 @@ def test_bad_uploads_are_the_fault_of_the_client(
             found[key] = (response.status_code, response.json()["error"]["code"])
         assert {key: each for key, each in found.items() if not 400 <= each[0] < 500} == {}
         assert found["31 s"][0] == 400 and found["10 MiB and more"][0] == 413 and found["taken"][0] == 409
-        for key in ("silence", "quiet", *(each for each in found if "clipped" in each), "noise", "a tone", "0.9 s"):
+        for key in (
+            "silence",
+            "quiet",
+            *(each for each in found if "clipped" in each),
+            "noise",
+            "a tone",
+            "0.9 s",
+        ):
             assert found[key] == (400, "unsuitable_recording"), key
         for body in (b"", b"--x\r\n", recording):
             wrong = http.post(
