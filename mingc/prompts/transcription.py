@@ -39,12 +39,16 @@ def answer_start(language: str | None) -> str:
 
 
 class Transcript:
-    """The text of one answer while it is written: `English⇥hello` is `hello`, without white space at its ends."""
+    """The text of one answer while it is written: `English⇥hello` is `hello`, without white space at its ends.
+
+    `begin`: characters of the answer before the text, as far as they are known.
+    """
 
     def __init__(self, language: str | None) -> None:
         """`language`: the one that the prompt states; None: the answer begins with it."""
         self.language = language
         self.text = ""
+        self.begin = 0
         self._pending = ""  # what may be the name of the language, then white space that text may follow
         self._is_begun = language is not None
 
@@ -58,6 +62,7 @@ class Transcript:
             self._is_begun = True
             if tab and len(name) <= _MAX_LANGUAGE:
                 self.language, self._pending = name.strip() or None, rest
+                self.begin = len(name) + 1
         return self._take()
 
     def finish(self) -> str:
@@ -67,6 +72,7 @@ class Transcript:
 
     def _take(self) -> str:
         whole = self._pending if self.text else self._pending.lstrip()
+        self.begin += len(self._pending) - len(whole)
         shown = whole.rstrip()
         self._pending = whole[len(shown) :]
         self.text += shown

@@ -298,9 +298,14 @@ Event = TextDelta | ToolCallDelta | ToolCallDone | ToolCallFailed | AudioDelta |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TranscriptDelta:
-    """Text added to a transcript. All of them joined are the transcript."""
+    """Text added to a transcript. All of them joined are the transcript.
+
+    `logprobs`: as in `TextDelta`, of the tokens that have a part in the text; not of the language and of white space
+    around a segment.
+    """
 
     text: str
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +317,7 @@ class TranscriptSegment:
         language: as the model names it; None: it did not.
         speech_probability: mean over the segment.
         tokens: of the answer, with its language.
+        avg_logprob: mean log probability of the tokens; 0 if the request asked for none, or there are no tokens.
         audio_tokens: how many of the prompt's tokens are sound.
     """
 
@@ -321,6 +327,7 @@ class TranscriptSegment:
     language: str | None
     speech_probability: float
     tokens: tuple[int, ...]
+    avg_logprob: float
     usage: Usage
     audio_tokens: int
 

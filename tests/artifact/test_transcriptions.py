@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from held_resources import wait_until_equal
 from preprocess_data import audio_parameters
@@ -18,8 +21,8 @@ from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.media_decoder import MediaTask, SpeechSegment, TurnRules
 from mingc.prompts.transcription import Transcript, transcription_message
 from mingc.runtime.request import (
-    ChatRequest,
     Done,
+    Recorder,
     SamplingParams,
     TextDelta,
     TranscriptDelta,
@@ -63,21 +66,25 @@ async def collect(events: AsyncIterator[TranscriptEvent]) -> list[TranscriptEven
 
 
 def test_every_segment_is_answered_as_a_chat_of_its_own(service: OmniService) -> None:
+    logits: list[np.ndarray] = []
+
     async def alone(segment: SpeechSegment) -> tuple[Transcript, tuple[int, ...], Done]:
         transcript, tokens = Transcript(None), []
         message = transcription_message(segment.features, "file", topic="ships")
-        chat = ChatRequest(request_id="c", messages=(message,), sampling=SAMPLING)
-        async for event in service.chat(chat):
+        recorder = Recorder()
+        async for event in service.answer(lambda: service.prepare([message]), SAMPLING, recorder=recorder):
             if isinstance(event, TextDelta):
                 transcript.push(event.text)
                 tokens += [] if event.token is None else [event.token]
             elif isinstance(event, Done):
                 transcript.finish()
+                logits[:] = recorder.logits
                 return transcript, tuple(tokens), event
         raise AssertionError
 
     async def run() -> None:
-        events = await collect(service.transcribe(request(topic="ships")))
+        sampling = replace(SAMPLING, num_logprobs=0)
+        events = await collect(service.transcribe(request(topic="ships", sampling=sampling)))
         found = [each for each in events if isinstance(each, TranscriptSegment)]
         task = MediaTask(kind="audio", where="file", max_bytes=0, audio=audio_parameters())
         reader = InProcessDecoder().read_speech(task, CLIP, TurnRules(max_ms=30_000))
@@ -89,11 +96,24 @@ def test_every_segment_is_answered_as_a_chat_of_its_own(service: OmniService) ->
         ]
         service.forget_caches()
         prompt_tokens = 0
+        shown = deque(
+            entry for each in events if isinstance(each, TranscriptDelta) for entry in each.logprobs
+        )
         for each, segment in zip(found, segments, strict=True):
             transcript, tokens, done = await alone(segment)
             assert (each.text, each.tokens) == (transcript.text, tokens)
             assert each.usage.prompt_tokens == done.usage.prompt_tokens
+            rows = np.stack(logits).astype(np.float64)
+            likely = rows[np.arange(len(tokens)), tokens] - np.log(np.exp(rows).sum(-1))
+            assert each.avg_logprob == pytest.approx(likely.mean(), abs=1e-4)
+            own = b""
+            for token, logprob in zip(tokens, likely, strict=True):
+                if shown and shown[0][0] == token:  # others have no part in the text
+                    assert shown.popleft()[1].logprob == pytest.approx(logprob, abs=1e-4)
+                    own += service.tokenizer.token_bytes(token) or b""
+            assert own.decode(errors="replace").strip() == each.text
             prompt_tokens += done.usage.prompt_tokens
+        assert not shown
         end = events[-1]
         assert isinstance(end, TranscriptDone) and abs(end.duration_ms - 6653) < 60
         assert end.usage.prompt_tokens == prompt_tokens and end.usage.completion_tokens == 3 * 12

@@ -99,6 +99,26 @@ def test_verbose_json_has_segments_at_their_times(server: Server) -> None:
     assert server.service.transcriptions[0].sampling.temperature == 0.5
 
 
+def test_log_probabilities_are_those_of_the_text(server: Server) -> None:
+    """The fake's are -id / 100. White space around a segment and its language have none."""
+    tokenizer = server.service.tokenizer
+    words = ["First", " ", "one,", "and", " ", "&", " ", "<b>the</b>", "\n", "second.", "Bye"]
+    ids = [each for word in words for each in tokenizer.encode_plain(word)]
+    expected = [(list(tokenizer.token_bytes(each) or b""), -each / 100) for each in ids]
+    answer = server.create(include=["logprobs"])
+    *deltas, done = server.create(include=["logprobs"], stream=True)
+    of_deltas = [each for delta in deltas for each in delta.logprobs]
+    for found in (answer.logprobs, done.logprobs, of_deltas):
+        assert [(each.bytes, each.logprob) for each in found] == expected
+    assert [[each.token for each in delta.logprobs] for delta in deltas][-1] == [
+        tokenizer.decode([each]) for each in tokenizer.encode_plain("Bye")
+    ]
+    segment = server.create(response_format="verbose_json").segments[2]
+    ids = [each for word in ("English", "\t", "Bye") for each in tokenizer.encode_plain(word)]
+    assert segment.avg_logprob == pytest.approx(-sum(ids) / len(ids) / 100)
+    assert "logprobs" not in server.create().to_dict()
+
+
 def test_subtitles_are_read_by_other_parsers(server: Server) -> None:
     shown = ["First one,", "and & <b>the</b> second.", "Bye"]
     cues = list(srt.parse(server.create(response_format="srt"), ignore_errors=False))
@@ -197,7 +217,8 @@ def test_without_speech_the_model_is_not_asked(server: Server, samples: np.ndarr
         ({"model": "other"}, "model", "model_not_found"),
         ({"response_format": "diarized_json"}, "response_format", "invalid_value"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities[0]", "invalid_value"),
-        ({"include[]": "logprobs"}, "include", "unsupported_parameter"),
+        ({"include[]": "logprobs", "response_format": "verbose_json"}, "include", "invalid_value"),
+        ({"include[]": "languages"}, "include[0]", "invalid_value"),
         ({"temperature": "1.5"}, "temperature", "invalid_value"),
         ({"language": "xx"}, "language", "unsupported_language"),
         ({"language": "a\nb"}, "language", "invalid_value"),

@@ -249,7 +249,11 @@ class FakeService:
         self, name: str, request: TranscriptionRequest, words: list[str], number: int
     ) -> AsyncGenerator[Event]:
         await asyncio.sleep(0.02 * (3 - number % 4))
-        events: list[Event] = [TextDelta(text=word, token=index) for index, word in enumerate(words)]
+        logprobs = request.sampling.num_logprobs
+        events: list[Event] = [
+            TextDelta(text=word, token=index) if logprobs is None else self._delta(word, logprobs)
+            for index, word in enumerate(words)
+        ]
         async for event in self._run(name, request.topic, events, spoken=False):
             yield event
 

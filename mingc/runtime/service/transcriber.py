@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from mingc.prompts.media_decoder import SpeechReader, SpeechSegment
 from mingc.prompts.transcription import SEGMENTS_AHEAD, Transcript, separator
@@ -58,9 +60,10 @@ async def transcribe(
         while isinstance(queue := await segments.get(), asyncio.Queue):
             begin = len(text)
             while isinstance(item := await queue.get(), TranscriptDelta):
-                shown = (separator(text, item.text) if len(text) == begin else "") + item.text
-                text += shown
-                yield TranscriptDelta(text=shown)
+                if len(text) == begin:
+                    item = replace(item, text=separator(text, item.text) + item.text)
+                text += item.text
+                yield item
             if isinstance(item, Exception):
                 raise item
             usage += item.usage
@@ -83,15 +86,32 @@ async def _answer(
     """Put the deltas of one answer into `queue`, then the segment, or the error that ended it."""
     transcript = Transcript(language)
     tokens: list[int] = []
+    logprobs: list[float] = []
+    waiting: deque[tuple[int, TextDelta]] = deque()  # with the characters of the answer before them
+    end = 0  # of the answer
+
+    def put(text: str) -> None:
+        if not text:
+            return
+        made = TranscriptDelta(text=text)
+        while waiting and waiting[0][0] < transcript.begin + len(transcript.text):
+            begin, delta = waiting.popleft()
+            if begin + len(delta.text) > transcript.begin:
+                made = replace(made, logprobs=made.logprobs + delta.logprobs)
+        queue.put_nowait(made)
+
     try:
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, TextDelta):
                     if event.token is not None:
                         tokens.append(event.token)
-                    _put(queue, transcript.push(event.text))
+                    logprobs += (each.logprob for _, each in event.logprobs)
+                    waiting.append((end, event))
+                    end += len(event.text)
+                    put(transcript.push(event.text))
                 elif isinstance(event, Done):
-                    _put(queue, transcript.finish())
+                    put(transcript.finish())
                     queue.put_nowait(
                         TranscriptSegment(
                             start_ms=segment.start_ms,
@@ -100,14 +120,10 @@ async def _answer(
                             language=transcript.language,
                             speech_probability=segment.probability,
                             tokens=tuple(tokens),
+                            avg_logprob=sum(logprobs) / max(len(logprobs), 1),
                             usage=event.usage,
                             audio_tokens=segment.features.num_tokens,
                         )
                     )
     except Exception as error:
         queue.put_nowait(error)
-
-
-def _put(queue: _Queue, text: str) -> None:
-    if text:
-        queue.put_nowait(TranscriptDelta(text=text))

@@ -43,6 +43,13 @@ def _token(token: int, tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"token": data.decode(errors="replace"), "bytes": list(data)}
 
 
+def transcript_logprobs(entries: Entries, tokenizer: TextTokenizer) -> list[TopLogprob]:
+    """Those of a transcript, without likelier tokens."""
+    return [
+        TopLogprob(**_token(token, tokenizer), logprob=max(each.logprob, _LEAST)) for token, each in entries
+    ]
+
+
 class CompletionLogprobsWriter:
     """Log probabilities of the tokens of one completion, which follow each other.
 

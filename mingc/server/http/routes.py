@@ -375,12 +375,13 @@ async def handle_transcription(state: HttpState, body: RequestBody, response: Re
     # so many answers are written at a time
     body.key.add_text(parsed.prompt_text * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
     request = replace(parsed.request, request_id=f"transcript-{uuid.uuid4().hex[:24]}")
+    tokenizer = server.service.tokenizer if parsed.has_logprobs else None
     async with aclosing(server.service.transcribe(request)) as events:
         counted = server.metrics.count_transcript(events)
         if parsed.stream:
-            await response.send_stream(SSE, transcript_events(counted))
+            await response.send_stream(SSE, transcript_events(counted, tokenizer))
         else:
-            content_type, data = await whole_transcript(counted, parsed)
+            content_type, data = await whole_transcript(counted, parsed, tokenizer)
             await response.send_data(content_type, data)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mingc.errors import RequestError, WorkerError
 from mingc.prompts.media_decoder import TurnRules
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import LANGUAGES, MAX_TRANSCRIPT_TOKENS
 from mingc.runtime.request import (
     SamplingParams,
@@ -24,8 +25,9 @@ from mingc.runtime.request import (
 )
 from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import File, decode_form
+from mingc.server.http.logprobs import transcript_logprobs
 from mingc.server.http.parsing import unknown_model
-from mingc.server.http.response_schemas import SSE_DONE, sse
+from mingc.server.http.response_schemas import SSE_DONE, TopLogprob, sse
 from mingc.server.options import ServeOptions
 
 Format = Literal["json", "text", "verbose_json", "srt", "vtt"]
@@ -64,7 +66,7 @@ class TranscriptionBody(Struct, forbid_unknown_fields=True, kw_only=True):
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     timestamp_granularities: Annotated[list[Literal["segment"]], Meta(max_length=4)] | None = None
-    include: Annotated[list[str], Meta(max_length=4)] | None = None
+    include: Annotated[list[Literal["logprobs"]], Meta(max_length=4)] | None = None
     chunking_strategy: Literal["auto"] | ServerVad | None = None
     stream: bool | None = None
 
@@ -76,6 +78,7 @@ class ParsedTranscription:
     request: TranscriptionRequest
     format: Format
     stream: bool
+    has_logprobs: bool
 
     @property
     def prompt_text(self) -> str:
@@ -111,13 +114,9 @@ def parse_transcription(
         )
     if not len(data):
         raise RequestError("The file holds no bytes.", param="file", code="empty_media")
-    if body.include:
-        raise RequestError(
-            f"'include' is not supported: {shorten(body.include[0])} is not returned.",
-            param="include",
-            code="unsupported_parameter",
-        )
     format_ = body.response_format or "json"
+    if body.include and format_ != "json":
+        raise invalid("include", f"is not possible with 'response_format' '{format_}': use 'json'")
     if body.stream and format_ not in ("json", "text"):
         raise invalid("stream", f"is not possible with 'response_format' '{format_}': use 'json' or 'text'")
     rules = TurnRules(max_ms=_MAX_SEGMENT_MS)
@@ -133,7 +132,11 @@ def parse_transcription(
             request_id="",
             audio=data,
             where="file",
-            sampling=SamplingParams(max_tokens=MAX_TRANSCRIPT_TOKENS, temperature=body.temperature or 0.0),
+            sampling=SamplingParams(
+                max_tokens=MAX_TRANSCRIPT_TOKENS,
+                temperature=body.temperature or 0.0,
+                num_logprobs=0 if body.include or format_ == "verbose_json" else None,
+            ),
             language=_language(body.language),
             topic=body.prompt or "",
             keywords=tuple(body.keywords or ()),
@@ -141,6 +144,7 @@ def parse_transcription(
         ),
         format=format_,
         stream=body.stream or False,
+        has_logprobs=bool(body.include),
     )
 
 
@@ -181,11 +185,15 @@ class DurationUsage(Struct, tag_field="type", tag="duration", kw_only=True, forb
 
 class Transcription(Struct, kw_only=True, forbid_unknown_fields=True):
     text: str
+    logprobs: list[TopLogprob] | UnsetType = UNSET
     usage: TokenUsage
 
 
 class SegmentObject(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Speech between silences. `start`, `end`: seconds. `seek`: the start in frames of 10 ms. `avg_logprob`: 0."""
+    """Speech between silences. `start`, `end`: seconds. `seek`: the start in frames of 10 ms.
+
+    `avg_logprob`: mean over `tokens`.
+    """
 
     id: int
     seek: int
@@ -210,48 +218,75 @@ class VerboseTranscription(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class TextDeltaEvent(Struct, tag_field="type", tag="transcript.text.delta"):
     delta: str
+    logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
 class TextDoneEvent(Struct, tag_field="type", tag="transcript.text.done"):
     text: str
     usage: TokenUsage
+    logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
-async def transcript_events(events: AsyncIterator[TranscriptEvent]) -> AsyncIterator[bytes]:
-    """Server-sent events: the deltas, the whole text with its usage, `[DONE]`."""
+async def transcript_events(
+    events: AsyncIterator[TranscriptEvent], tokenizer: TextTokenizer | None
+) -> AsyncIterator[bytes]:
+    """Server-sent events: the deltas, the whole text with its usage, `[DONE]`. `tokenizer`: for log probabilities."""
     text: list[str] = []
+    logprobs = _Logprobs(tokenizer)
     async for event in _until_done(events):
         if isinstance(event, TranscriptDelta):
             text.append(event.text)
-            yield sse(TextDeltaEvent(event.text))
+            yield sse(TextDeltaEvent(event.text, logprobs.add(event)))
         elif isinstance(event, TranscriptDone):
-            yield sse(TextDoneEvent("".join(text), _usage(event)))
+            yield sse(TextDoneEvent("".join(text), _usage(event), logprobs.all))
             yield SSE_DONE
 
 
 async def whole_transcript(
-    events: AsyncIterator[TranscriptEvent], parsed: ParsedTranscription
+    events: AsyncIterator[TranscriptEvent], parsed: ParsedTranscription, tokenizer: TextTokenizer | None
 ) -> tuple[str, bytes]:
-    """Content type and body of a whole answer."""
+    """Content type and body of a whole answer. `tokenizer`: for log probabilities."""
     text: list[str] = []
     segments: list[TranscriptSegment] = []
+    logprobs = _Logprobs(tokenizer)
     async for event in _until_done(events):
         if isinstance(event, TranscriptDelta):
             text.append(event.text)
+            logprobs.add(event)
         elif isinstance(event, TranscriptSegment):
             segments += [event] if event.text else []
         else:
             done = event
-    data = _encode("".join(text), segments, done, parsed)
+    data = _encode("".join(text), segments, done, parsed, logprobs.all)
     return _CONTENT_TYPES[parsed.format], data
 
 
+class _Logprobs:
+    """Log probabilities of a transcript; absent without a tokenizer."""
+
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.all: list[TopLogprob] | UnsetType = UNSET if tokenizer is None else []
+
+    def add(self, event: TranscriptDelta) -> list[TopLogprob] | UnsetType:
+        """Those of one delta."""
+        if self._tokenizer is None or isinstance(self.all, UnsetType):
+            return UNSET
+        made = transcript_logprobs(event.logprobs, self._tokenizer)
+        self.all += made
+        return made
+
+
 def _encode(
-    text: str, segments: list[TranscriptSegment], done: TranscriptDone, parsed: ParsedTranscription
+    text: str,
+    segments: list[TranscriptSegment],
+    done: TranscriptDone,
+    parsed: ParsedTranscription,
+    logprobs: list[TopLogprob] | UnsetType,
 ) -> bytes:
     match parsed.format:
         case "json":
-            return msgspec.json.encode(Transcription(text=text, usage=_usage(done)))
+            return msgspec.json.encode(Transcription(text=text, logprobs=logprobs, usage=_usage(done)))
         case "text":
             return f"{text}\n".encode()
         case "srt":
@@ -309,7 +344,7 @@ def _segment_object(index: int, segment: TranscriptSegment, temperature: float) 
         text=segment.text,
         tokens=list(segment.tokens),
         temperature=temperature,
-        avg_logprob=0.0,
+        avg_logprob=segment.avg_logprob,
         compression_ratio=len(raw) / len(zlib.compress(raw)),
         no_speech_prob=1 - segment.speech_probability,
     )
