@@ -109,6 +109,11 @@ def test_choices_are_text_whatever_they_look_like(compiler: GrammarCompiler) -> 
         assert {json.loads(each) for each in found} == {text}
 
 
+def test_thousands_of_choices(compiler: GrammarCompiler) -> None:
+    choices = [f"item {number}" for number in range(0, 40000, 10)]
+    assert {*choices} >= texts(compiler, constraint("choice", choices)) != set()
+
+
 def test_masks_allow_only_what_continues_a_choice(compiler: GrammarCompiler) -> None:
     choices = ["a", "ab", "abba 🐱", "日", "this is", "think"]
     wanted = [choice.encode() for choice in choices]

@@ -28,7 +28,8 @@ def grammar_text(constraint: Constraint) -> str:
             body = {"lark_grammar": f"start: /{regex_to_lark(constraint.text, 'd')}/"}
         case "choice":
             choices = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(constraint.text))
-            body = {"lark_grammar": f"start: {choices}"}
+            # one lexeme: of alternatives of a rule, the parser takes at most 2,000
+            body = {"lark_grammar": f"start: CHOICE\nCHOICE: {choices}"}
         case "grammar":
             body = {"lark_grammar": constraint.text}
     grammars = [body]
