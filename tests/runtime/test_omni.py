@@ -824,6 +824,17 @@ def test_an_answer_that_ends_at_once_does_not_hold_the_others_back() -> None:
     assert [done_of(events).usage.completion_tokens for events in answers] == [1, 1, 1]
 
 
+def test_a_stop_string_ends_each_of_several_answers_once() -> None:
+    """Tokens that arrive after the stop string of one answer, while others go on, change nothing."""
+    request = replace(chat("Hello there", seed=5, temperature=1.0, max_tokens=60), num_answers=4)
+    whole = [text_of(events) for events in several(make_service(), request)]
+    for stop in {text[1] for text in whole}:
+        sampling = replace(request.sampling, stop=(stop,))
+        answers = several(make_service(), replace(request, sampling=sampling))
+        assert [text_of(events) for events in answers] == [text.split(stop)[0] for text in whole]
+        assert [sum(isinstance(event, Done) for event in events) for events in answers] == [1] * 4
+
+
 def test_leaving_cancels_all_answers() -> None:
     service = make_service()
 

@@ -230,7 +230,8 @@ class ChatOutputProcessor:
                 self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
                 self._timings.mark("first_audio")
                 events.append(self._speech_stream.consume(item))
-        if self.is_text_done and (self._speech_stream is None or self._speech_stream.is_finished):
+        is_complete = self._speech_stream is None or self._speech_stream.is_finished
+        if self.is_text_done and is_complete and not self.is_done:  # other answers of the request may go on
             events.append(self._done())
         return events
 
