@@ -31,6 +31,20 @@ _ENVIRONMENT_ERRORS = frozenset(
 )
 
 
+def printable(text: str) -> str:
+    """Escape every unprintable character of `text` except line breaks.
+
+    These are control characters, which terminals interpret, text-direction marks, and unusual separators.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 class MingcError(Exception):
     """Base of every error a user may see.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import cloup
 
-from mingc.console.command import PATH, Command, Group, common, option
+from mingc.console.command import PATH, TEXT, Command, Group, common, option
 from mingc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ def list_command(as_json: bool, folder: Path) -> int:
 @click.argument("artifact", type=PATH)
 @click.argument("folder", type=PATH)
 @click.argument("recording", type=PATH)
-@option("--name", required=True, help="How requests name the voice.")
-@option("--consent", required=True, help="What the speaker has agreed to, or where that is recorded.")
-@option("--words", required=True, help="What the recording says.")
-@option("--description", help="What the voice is like.")
+@option("--name", required=True, type=TEXT, help="How requests name the voice.")
+@option(
+    "--consent", required=True, type=TEXT, help="What the speaker has agreed to, or where that is recorded."
+)
+@option("--words", required=True, type=TEXT, help="What the recording says.")
+@option("--description", type=TEXT, help="What the voice is like.")
 @common
 def add_command(
     as_json: bool,

@@ -38,7 +38,20 @@ class PathParam(click.Path):
         return super().convert(value, param, ctx)
 
 
+class TextParam(click.types.StringParamType):
+    """Type of a text that is kept or encoded. Refuses bytes that are not UTF-8, which Python holds as surrogates."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = super().convert(value, param, ctx)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self.fail("it is not UTF-8 text.", param, ctx)
+        return text
+
+
 PATH = PathParam()
+TEXT = TextParam()
 
 
 def usage_error(error: click.ClickException, program: str) -> ConfigError:

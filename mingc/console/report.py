@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from mingc.artifacts.codec import encode
-from mingc.errors import MingcError
+from mingc.errors import MingcError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -246,7 +246,7 @@ def _text(value: object, name: str = "") -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if value == 0 or abs(value) >= 999.5 else f"{value:#.3g}".rstrip(".")
     if isinstance(value, (str, int, Path)):
-        return str(value)
+        return printable(str(value))  # a client may have written it
     if isinstance(value, Mapping):
         return ", ".join(f"{key}={_text(item, name)}" for key, item in value.items())
     if isinstance(value, Sequence):

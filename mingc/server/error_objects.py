@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from mingc.errors import MingcError, RequestError, ServeError, WorkerError
-from mingc.server.logs import REQUEST_ID, printable
+from mingc.errors import MingcError, RequestError, ServeError, WorkerError, printable
+from mingc.server.logs import REQUEST_ID
 
 
 class ErrorObject(Struct, forbid_unknown_fields=True):

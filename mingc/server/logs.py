@@ -16,6 +16,7 @@ from typing import Any, Literal, TextIO
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mingc.errors import printable
 from mingc.server.log_writer import LogHandler, LogStream, LogWriter
 from mingc.server.metrics import CLIENT_GONE, Metrics, route_of
 
@@ -217,17 +218,3 @@ def _log_access(scope: Scope, status: str, seconds: float) -> None:
     access_log.log(
         level, "%(method)s %(path)s %(status)d %(duration_ms).1f ms %(client)s", values, extra=values
     )
-
-
-def printable(text: str) -> str:
-    """Escape every unprintable character of `text` except line breaks.
-
-    These are control characters, which terminals interpret, text-direction marks, and unusual separators.
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each == "\n" else _escape(each) for each in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 
-from mingc.errors import RequestError
-from mingc.server.logs import printable
+from mingc.errors import RequestError, printable
 
 _PORTS = {"http": ":80", "https": ":443"}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from typing import Any
 
 import click
 import pytest
+from mingc_command import mingc_here
 
 import mingc
 from mingc.bundles import comparison, pruning, signatures, unpacking
@@ -721,3 +723,10 @@ def test_every_kind_of_failure_has_its_exit_code(
         main()
     assert caught.value.code == code
     assert bool(capsys.readouterr().out) is (code != 130), "the error is a JSON object on stdout"
+
+
+@pytest.mark.parametrize("option", ["--name", "--consent", "--words", "--description"])
+def test_texts_of_voices_are_utf8(option: str) -> None:
+    texts = {"--name": "a", "--consent": "b", "--words": "c", option: os.fsdecode(b"d\xff")}
+    done = mingc_here("voices", "add", "none", "none", __file__, *itertools.chain(*texts.items()))
+    assert done.code == 2 and option in done.stderr and "not UTF-8" in done.stderr

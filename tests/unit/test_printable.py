@@ -7,7 +7,8 @@ import logging
 
 import pytest
 
-from mingc.server.logs import JsonFormatter, TextFormatter, printable
+from mingc.errors import printable
+from mingc.server.logs import JsonFormatter, TextFormatter
 
 
 @pytest.mark.parametrize(

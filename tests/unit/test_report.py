@@ -478,3 +478,14 @@ def test_an_output_that_cannot_be_written_is_left_alone_at_exit(
             show_error(MingcError("x"), as_json=True)
         full.write("more")
         full.flush()
+
+
+def test_texts_of_clients_cannot_command_the_terminal() -> None:
+    """Clients choose the notes of voices, which `mingc voices list` shows."""
+    hostile = "\x1b[2J\x9b0m\x07\u202e\ud800"
+    row = Row(stage="a", seconds=1.0, engine_bytes=1, note=hostile)
+    for result in (row, replace(RESULT, rows=(row,), notes=(hostile,))):
+        shown = io.StringIO()
+        show(result, as_json=False, stream=shown)
+        assert r"\x1b[2J\x9b0m\x07\u202e\ud800" in shown.getvalue()
+        assert shown.getvalue().replace("\n", "").isprintable()
