@@ -119,6 +119,18 @@ def test_a_text_without_clauses_is_spoken_as_over_http(url: str) -> None:
     assert (wav[:4], wav[44:]) == (b"RIFF", by_http(url, words))
 
 
+@pytest.mark.parametrize("name", [None, "wav", "mp3", "opus", "aac"])
+def test_formats_are_those_of_http(name: str | None, url: str) -> None:
+    """A null counts as absent, whose default is raw PCM."""
+    words = "This is spoken in several formats"
+    config = {**CONFIG, "sample_rate": 24000, "response_format": name, "input": None}
+    with connect(url) as connection:
+        send(connection, config, text(words), DONE)
+        (start, *_), audio = receive(connection)
+    assert (start["type"], start["format"], start["sample_rate"]) == ("audio.start", name or "pcm", 24000)
+    assert audio == by_http(url, words, response_format=name or "pcm", sample_rate=24000)
+
+
 def test_the_events_of_an_utterance(url: str) -> None:
     with connect(url) as connection:
         send(connection, CONFIG, text("Hello there, you "), text("all."), DONE)

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from mingc.errors import CapacityError, MingcError, RequestError
-from mingc.runtime.request import AudioDelta, Done, FinishReason, SpeechRequest
+from mingc.runtime.request import AudioDelta, Done, FinishReason, SpeechParams, SpeechRequest
 from mingc.runtime.voices import voice_not_found
 from mingc.server.http.body import decode_body
 from mingc.server.http.field_errors import invalid, shorten, too_long
@@ -144,7 +144,7 @@ class SpeechSession:
                         code="utterance_open",
                     )
                 config = self._parse_config(raw)
-                await self._check_voice(config.speech.speech.voice)
+                await self._check_voice(config.speech.speech)
                 self._config = config
             case "input.text":
                 self._add(decode_body(raw, InputText).text)
@@ -171,7 +171,8 @@ class SpeechSession:
         switches = decode_body(raw, SessionSwitches)
         if switches.stream_audio is False:
             raise invalid("stream_audio", "is false, but audio is always sent while it is generated")
-        fields = msgspec.json.decode(raw, type=dict[str, Raw])
+        given = msgspec.json.decode(raw, type=dict[str, Raw])
+        fields = {name: value for name, value in given.items() if bytes(value) != b"null"}
         for name in ("input", "stream", "stream_format", "ref_audio", "ref_text"):
             if name in fields:
                 raise RequestError(
@@ -183,17 +184,17 @@ class SpeechSession:
         server = self._state.server
         parsed = parse_speech(msgspec.json.encode(body), server.service.info, server.options)
         if not parsed.audio.is_playable_in_parts:
-            raise invalid("response_format", "cannot be sent while it is generated: use 'pcm' or 'wav'")
+            raise invalid("response_format", "cannot be sent while it is generated: use 'pcm', or any other but 'flac'")
         return SessionConfig(
             speech=parsed,
-            format=msgspec.json.decode(body["response_format"]) or "wav",
+            format=msgspec.json.decode(body["response_format"]),
             starts_early=switches.split_granularity in (None, "clause"),
         )
 
-    async def _check_voice(self, name: str | None) -> None:
+    async def _check_voice(self, speech: SpeechParams) -> None:
         """Raises: RequestError now, not when the first text is spoken, for a voice that nobody has uploaded."""
-        service = self._state.server.service
-        if name is None or name in service.info.voices:
+        name, service = speech.voice, self._state.server.service
+        if name is None or speech.reference is not None or name in service.info.voices:
             return
         voices = await service.list_voices()
         if not any(name in (each.name, each.id) for each in voices):
