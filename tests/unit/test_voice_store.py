@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -137,11 +138,32 @@ def test_files_that_are_no_voices_are_left_alone(tmp_path: Path, caplog: pytest.
     }
     for name, content in others.items():
         (tmp_path / name).write_bytes(content)
+    # Opening a pipe waits for a writer.
+    os.mkfifo(tmp_path / f"voice_{'5' * 32}.safetensors")
     store = VoiceStore(tmp_path)
     assert [each.info.name for each in store.list()] == ["a"] == [each.info.name for each in store.list()]
     assert store.find("b") is None
     assert len([record for record in caplog.records if "is no voice" in record.message]) == 4, "once each"
     assert {name: (tmp_path / name).read_bytes() for name in others} == others
+
+
+def test_a_voice_that_could_not_be_read_once_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as from a network disk, or without a free file descriptor."""
+    VoiceStore(tmp_path).add(voice("a"), TENSORS)
+    store, failures = VoiceStore(tmp_path), [OSError(errno.EIO, "I/O error"), OSError(errno.EMFILE, "no file")]
+    whole = voice_store.safe_open
+
+    def fail(*given: object, **named: object) -> object:
+        if failures:
+            raise failures.pop()
+        return whole(*given, **named)
+
+    monkeypatch.setattr(voice_store, "safe_open", fail)
+    assert store.list() == [] and store.find("b") is None
+    assert store.find("a") is not None
+    assert len([record for record in caplog.records if "is no voice" in record.message]) == 1
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:

@@ -196,21 +196,23 @@ class VoiceStore:
         if now - self._scanned_at < _RESCAN_S and not at_once:
             return
         try:
-            names = {each for each in os.listdir(self._folder) if _is_voice(each)}
+            with os.scandir(self._folder) as entries:
+                names = {each.name for each in entries if _is_voice(each.name) and each.is_file()}
         except OSError as error:
             raise WorkerError(
                 f"the voices cannot be listed: {error.strerror}", where=str(self._folder)
             ) from error
         for name in self._voices.keys() - names:
             del self._voices[name]
-        for name in names - self._voices.keys() - self._unreadable:
+        for name in names - self._voices.keys():
             try:
                 self._voices[name] = _read_header(self._folder / name)
             except FileNotFoundError:
                 continue
-            except (OSError, SafetensorError, ValueError, ManifestError) as error:
+            except (OSError, SafetensorError, ValueError, ManifestError) as error:  # the next scan tries again
+                if name not in self._unreadable:
+                    log.warning("%s is no voice: %s", self._folder / name, error)
                 self._unreadable.add(name)
-                log.warning("%s is no voice: %s", self._folder / name, error)
         self._unreadable &= names
         self._scanned_at = now
 

@@ -377,7 +377,8 @@ class ThinkerLoop(EngineThread):
         return masks
 
     def _fail_constraint(self, request: int, error: Exception) -> None:
-        log.error("the constraint of an answer failed", exc_info=error)
+        if not isinstance(error, RequestError):  # it is the client's that is too complex
+            log.error("the constraint of an answer failed", exc_info=error)
         if not isinstance(error, ServeError):
             error = WorkerError(f"the constraint of the answer failed: {error}", where="thinker")
         self._fail(request, error)
