@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import RequestError
+
+_MAX_NAMES = 20  # in an error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,10 +83,13 @@ class VoiceInfo:
     seconds: float | None = None
 
 
-def voice_not_found(name: str, names: Iterable[str]) -> RequestError:
+def voice_not_found(name: str, names: Sequence[str]) -> RequestError:
     """The error for a voice that is none of `names`."""
+    known = ", ".join(names[:_MAX_NAMES]) or "none"
+    if len(names) > _MAX_NAMES:
+        known += f" and {len(names) - _MAX_NAMES} more"
     return RequestError(
-        f"there is no voice {name[:100]!r}; there are: {', '.join(names) or 'none'}",
+        f"there is no voice {name[:100]!r}; there are: {known}",
         status=404,
         param="voice",
         code="voice_not_found",

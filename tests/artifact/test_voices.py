@@ -154,7 +154,14 @@ def test_all_ways_to_name_a_clone_give_the_same_speech(
         assert speak(http, voice=clone["id"]) == speak(http, voice={"id": clone["id"]}) == first
         for voice in ({}, {"voice": "DB30"}, {"voice": "alloy"}):
             assert speak(http, **given, **voice) == first
-        assert speak(http, ref_audio=data, ref_text=WORDS) == first
+        assert (
+            speak(http, ref_audio=data, ref_text=WORDS)
+            == first
+            == speak(http, ref_audio=data, ref_text=f" {WORDS}")
+        )
+        spaced = add(http, "spaced", recording, f" {WORDS}\n").json()
+        assert spaced["ref_text"] == WORDS and speak(http, voice="spaced") == first
+        assert http.delete(f"{VOICES}/spaced").status_code == 200
         assert speak(http, voice="DB30") != first
         for fields in ({"ref_audio": data, "ref_text": "a" * 1001}, {"ref_audio": "AAAA", "ref_text": WORDS}):
             body = {"input": "Hi.", **fields}
@@ -281,6 +288,13 @@ def test_a_voice_of_a_speaker_vector(server: Server) -> None:
         spoken = speak(http, voice="vector")
         assert spoken == speak(http, speaker_embedding=vector) != speak(http, speaker_embedding=vector[::-1])
         assert http.delete(f"{VOICES}/vector").status_code == 200
+        for number in range(25):
+            add(http, f"voice {number}", words=None, speaker_embedding=json.dumps(vector))
+        message = http.post(SPEECH, json={"input": "Hi.", "voice": "none"}).json()["error"]["message"]
+        shown, _, number = message.removesuffix(" more").rpartition(" and ")
+        assert shown.count(", ") == 19 and int(number) == len(http.get(VOICES).json()["data"]) - 20
+        for number in range(25):
+            assert http.delete(f"{VOICES}/voice {number}").status_code == 200
 
 
 def test_the_client_of_openai_adds_and_deletes(server: Server, recording: bytes) -> None:

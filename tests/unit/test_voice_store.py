@@ -152,7 +152,10 @@ def test_a_voice_that_could_not_be_read_once_is_read_later(
 ) -> None:
     """Such as from a network disk, or without a free file descriptor."""
     VoiceStore(tmp_path).add(voice("a"), TENSORS)
-    store, failures = VoiceStore(tmp_path), [OSError(errno.EIO, "I/O error"), OSError(errno.EMFILE, "no file")]
+    store, failures = (
+        VoiceStore(tmp_path),
+        [OSError(errno.EIO, "I/O error"), OSError(errno.EMFILE, "no file")],
+    )
     whole = voice_store.safe_open
 
     def fail(*given: object, **named: object) -> object:

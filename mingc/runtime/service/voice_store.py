@@ -209,7 +209,12 @@ class VoiceStore:
                 self._voices[name] = _read_header(self._folder / name)
             except FileNotFoundError:
                 continue
-            except (OSError, SafetensorError, ValueError, ManifestError) as error:  # the next scan tries again
+            except (
+                OSError,
+                SafetensorError,
+                ValueError,
+                ManifestError,
+            ) as error:  # the next scan tries again
                 if name not in self._unreadable:
                     log.warning("%s is no voice: %s", self._folder / name, error)
                 self._unreadable.add(name)

@@ -156,13 +156,16 @@ class Voices:
             )
         if not voice.consent.strip():
             raise RequestError("'consent' is empty", param="consent", code="invalid_value")
-        made = await self._register(voice.sample, offload)
+        sample = voice.sample
+        if sample.transcript is not None:
+            sample = replace(sample, transcript=sample.transcript.strip())  # the prompt has it so
+        made = await self._register(sample, offload)
         source: NDArray[np.generic] = made.vector if made.clip is None else made.clip.samples
         info = VoiceInfo(
-            id=voice_id(voice.name, source, voice.sample.transcript),
+            id=voice_id(voice.name, source, sample.transcript),
             name=voice.name,
             kind="speaker_embedding" if made.clip is None else "audio_sample",
-            transcript=None if made.clip is None else voice.sample.transcript,
+            transcript=None if made.clip is None else sample.transcript,
             created_at=int(time.time()),
             consent=voice.consent,
             description=voice.description,

@@ -184,7 +184,9 @@ class SpeechSession:
         server = self._state.server
         parsed = parse_speech(msgspec.json.encode(body), server.service.info, server.options)
         if not parsed.audio.is_playable_in_parts:
-            raise invalid("response_format", "cannot be sent while it is generated: use 'pcm', or any other but 'flac'")
+            raise invalid(
+                "response_format", "cannot be sent while it is generated: use 'pcm', or any other but 'flac'"
+            )
         return SessionConfig(
             speech=parsed,
             format=msgspec.json.decode(body["response_format"]),
