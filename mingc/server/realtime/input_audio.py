@@ -146,6 +146,11 @@ class InputAudio:
         return self._ms(self._end)
 
     @property
+    def num_bytes(self) -> int:
+        """Of the sound that the buffer holds."""
+        return len(self._pcm)
+
+    @property
     def is_speaking(self) -> bool:
         """Whether a turn has begun and not ended."""
         return self._turns is not None and self._turns.start_ms is not None
