@@ -285,6 +285,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.server",
     ),
     "mingc.server.websocket": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.realtime": (
+        "mingc.errors",
+        "mingc.media",
+        "mingc.prompts",
+        "mingc.runtime",
+        "mingc.server",
+        "mingc.server.http",
+        "mingc.server.websocket",
+    ),
     "mingc.server.app": (
         "mingc.errors",
         "mingc.runtime",
