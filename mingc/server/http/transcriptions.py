@@ -134,7 +134,7 @@ def parse_transcription(
             audio=data,
             where="file",
             sampling=SamplingParams(max_tokens=MAX_TRANSCRIPT_TOKENS, temperature=body.temperature or 0.0),
-            language=_language(body.language),
+            language=language_name(body.language),
             topic=body.prompt or "",
             keywords=tuple(body.keywords or ()),
             rules=rules,
@@ -144,7 +144,7 @@ def parse_transcription(
     )
 
 
-def _language(given: str | None) -> str | None:
+def language_name(given: str | None) -> str | None:
     """The model's name of a language: of a code that is known, or what the client calls it."""
     name = (given or "").strip()
     code = name.lower().replace("_", "-").partition("-")[0]
