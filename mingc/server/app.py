@@ -44,9 +44,9 @@ from mingc.server.http.routes import (
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
-from mingc.server.state import ServerState
 from mingc.server.realtime import response, route
 from mingc.server.realtime.events import error_event
+from mingc.server.state import ServerState
 from mingc.server.websocket import speech
 from mingc.server.websocket.connection import EventSocket, SessionRoute
 

@@ -15,7 +15,7 @@ from mingc.prompts.conversation import MediaPart
 from mingc.runtime.request import Usage
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import decode_body
-from mingc.server.http.field_errors import as_integer, invalid, missing, shorten
+from mingc.server.http.field_errors import as_integer, missing, shorten
 from mingc.server.http.media import decode_data
 from mingc.server.http.request_schemas import MAX_MESSAGES, Media
 from mingc.server.realtime.items import (

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, aclosing, closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
