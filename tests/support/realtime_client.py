@@ -5,15 +5,20 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import soundfile
+import soxr
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 from websockets.sync.client import connect
 
 _EVENTS: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
 Event = dict[str, Any]
+RATE = 24000
+_CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
 class RealtimeClient:
@@ -150,3 +155,11 @@ class OrderCheck:
             kinds = [{"content_part", "output_item"} | each for each in
                      ({"output_audio", "output_audio_transcript"}, {"output_text"})]  # fmt: skip
             assert ended in [*kinds, {"function_call_arguments", "output_item"}]
+
+
+def speech(start_s: float = 0.0, end_s: float | None = None, silence_s: float = 0.0) -> bytes:
+    """Part of the spoken sentences of `tests/data/speech`, then silence: PCM of 16 bits at 24 kHz."""
+    samples, rate = soundfile.read(_CLIP, dtype="float32")
+    part = samples[int(start_s * rate) : None if end_s is None else int(end_s * rate)]
+    pcm = (soxr.resample(part, rate, RATE) * 32767).astype("<i2")
+    return bytes(pcm.tobytes()) + bytes(2 * int(silence_s * RATE))

@@ -158,9 +158,8 @@ class Response:
             place.enter_context(self._socket.running())
             self._question = await self._ask()
             request = self._question.request
-            texts = [message.prompt_text for message in request.messages]
             key.add_text(
-                "".join((*texts, *(tool.definition for tool in request.tools.tools))),
+                range(self._question.num_tokens),
                 request.sampling.max_tokens,
                 is_spoken=request.speech is not None,
             )
@@ -302,11 +301,15 @@ class Response:
         self._calls.clear()
 
     def _begin_item(self, item: Item) -> None:
-        index = len(self._output)
+        """Add an item after that of the response before, whatever the conversation got meanwhile."""
+        index, last = len(self._output), self._output[-1] if self._output else None
         self._output.append(item)
         self._put(events.OutputItemAdded(response_id=self.id, output_index=index, item=item.wire()))
         if self._conversation is not None:
-            self._conversation.append(item)
+            if last is not None and self._conversation.find(last.id) is last:
+                self._conversation.insert(item, last.id)
+            else:
+                self._conversation.append(item)
             before = self._conversation.previous_id(item)
             self._put(events.ItemAdded(previous_item_id=before, item=item.wire()))
 

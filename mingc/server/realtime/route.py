@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
@@ -63,7 +64,8 @@ from mingc.server.websocket.connection import EventSocket
 log = logging.getLogger("mingc.http")
 
 _MAX_OUT_OF_BAND = 2
-_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are dropped: then the prefix stays the same for a while
+_SMALL_EVENT = 1024  # bytes; it is handled also when there is no memory for more
+_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are left out, so that the prefix then stays for a while
 _ANSWER_SHARE = 4  # one part in so many of the context is kept free for the answer, if it may be so long
 _LONGEST_CLIP_MS = 300_000  # of an artifact that does not say
 
@@ -115,6 +117,7 @@ class RealtimeSession:
         self._transcribing: asyncio.Task[None] | None = None  # the last one
         self._idle: asyncio.TimerHandle | None = None
         self._num_bytes = 0  # of the conversation
+        self._is_closed = False
         self._resources = ExitStack()
         self._charge = self._resources.enter_context(self._server.bodies.charge())
 
@@ -147,8 +150,8 @@ class RealtimeSession:
 
     async def _close(self) -> None:
         """Cancel everything, and wait until nothing is held."""
-        if self._idle is not None:
-            self._idle.cancel()
+        self._is_closed = True
+        self._set_idle(None)
         responses = [each for each in (self._response, *self._others) if each is not None]
         if self._early is not None:
             responses.append(self._early.response)
@@ -171,7 +174,8 @@ class RealtimeSession:
     # Events of the client
 
     async def _handle(self, raw: bytes) -> None:
-        self._charge.set(self._num_bytes + self._input.num_bytes + len(raw))
+        if len(raw) > _SMALL_EVENT:
+            self._charge.set(self._num_bytes + self._input.num_bytes + len(raw))
         encoding = self._settings.input_encoding
         if len(raw) <= events.INLINE_BYTES:
             event = events.parse_event(raw, self._served, encoding)
@@ -228,15 +232,14 @@ class RealtimeSession:
         self._socket.put(events.SessionUpdated(session=self._object()))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
-        item = self._conversation.spoken_item(event.item_id, event.content_index)
+        index = int(event.content_index)
+        item = self._conversation.spoken_item(event.item_id, index)
         if self._response is not None and self._response.message is item:
             self._stop("client_cancelled")
         before_ms = 0 if item.answer is None else item.answer.duration_ms
-        end_ms = self._conversation.truncate(event.item_id, event.content_index, event.audio_end_ms)
+        end_ms = self._conversation.truncate(event.item_id, index, int(event.audio_end_ms))
         self._server.metrics.realtime_truncated_seconds.inc(max(0, before_ms - end_ms) / 1000)
-        self._socket.put(
-            events.ItemTruncated(item_id=item.id, content_index=event.content_index, audio_end_ms=end_ms)
-        )
+        self._socket.put(events.ItemTruncated(item_id=item.id, content_index=index, audio_end_ms=end_ms))
 
     def _create_response(self, event: events.ResponseCreate) -> None:
         settings = response_settings(self._settings, self._served, event.response)
@@ -306,10 +309,15 @@ class RealtimeSession:
             return
         for part in item.media:
             if part not in self._decoding and part.media is not None and not _is_decoded(part.media):
-                task = self._decoding[part] = self._run(self._decode_part(part, event_id))
-                task.add_done_callback(lambda _, part=part: self._decoding.pop(part, None))
+                task = self._decoding[part] = self._run(self._decode_part(item, part, event_id))
+                task.add_done_callback(partial(self._forget, part))
 
-    async def _decode_part(self, part: AudioContent | ImageContent, event_id: str | None) -> None:
+    def _forget(self, part: AudioContent | ImageContent, _: object) -> None:
+        del self._decoding[part]
+
+    async def _decode_part(
+        self, item: UserMessage, part: AudioContent | ImageContent, event_id: str | None
+    ) -> None:
         media = part.media
         assert media is not None
         try:
@@ -320,7 +328,7 @@ class RealtimeSession:
             return
         if part.media is media:
             part.media = decoded
-            self._conversation.limit_media()
+            self._conversation.limit_media(item)
             self._count_bytes()
 
     async def _transcribe(self, item: UserMessage, audio: bytes, before: asyncio.Task[None] | None) -> None:
@@ -446,7 +454,7 @@ class RealtimeSession:
         self._tasks.add(response.task)
         response.task.add_done_callback(self._tasks.discard)
         self._others.discard(response)
-        if response is not self._response:
+        if response is not self._response or self._is_closed:
             return
         self._response = None
         waits, self._turn_waits = self._turn_waits, None
@@ -511,8 +519,9 @@ class RealtimeSession:
         base, ratio = sizes[0], _AUTO_RATIO
         if isinstance(truncation, RetentionRatio):
             ratio = truncation.retention_ratio
-            if truncation.token_limits is not UNSET:
-                limit = min(limit, base + truncation.token_limits.post_instructions)
+            limits = truncation.token_limits
+            if limits is not UNSET and limits.post_instructions is not UNSET:
+                limit = min(limit, base + limits.post_instructions)
         total = sum(sizes)
         if total <= limit:
             return []

@@ -238,6 +238,10 @@ class EventSocket:
                 self._is_empty.set()
         except OSError:  # the client has left, as `receive` reports
             self._is_empty.set()
+        except Exception:
+            log.exception("a session failed")
+            self.end(1011, "internal error")
+            self._is_empty.set()
 
 
 class SessionRoute:
