@@ -50,7 +50,7 @@ Encoding = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 Modality = Literal["audio", "text"]
 
 # What OpenAI's beta called a field: where it is now.
-GA_PATHS = {
+_NEW_NAMES = {
     "session.modalities": "session.output_modalities",
     "session.voice": "session.audio.output.voice",
     "session.speed": "session.audio.output.speed",
@@ -428,8 +428,9 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> dict[st
             if name == "audio.input.turn_detection":
                 value = {"type": "server_vad"} | value if before is None else dict(value)
                 value.pop("model_version", None)
-            keeps = isinstance(before, dict) and value.get("type", before.get("type")) == before.get("type")
-            value = _merge(before if keeps else {}, value, name + ".")
+            if not isinstance(before, dict) or value.get("type", before.get("type")) != before.get("type"):
+                before = {}
+            value = _merge(before, value, name + ".")
         elif isinstance(value, float) and value.is_integer():
             value = int(value)
         merged[key] = value
@@ -547,16 +548,16 @@ def _under(where: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise under(where, error) from error
+        message, param = error.message, f"{where}.{error.param}"
+        for quote in "'\"":
+            message = message.replace(f"{quote}{error.param}", f"{quote}{param}")
+        raise with_new_name(RequestError(message, param=param, code=error.code)) from error
 
 
-def under(where: str, error: RequestError) -> RequestError:
-    """The same error of a field that is in the object `where`."""
-    if error.param is None:
+def with_new_name(error: RequestError) -> RequestError:
+    """The error for an unknown field: of one of OpenAI's beta, it says what to send now."""
+    if error.code != "unknown_parameter" or (now := _NEW_NAMES.get(error.param or "")) is None:
         return error
-    message, param = error.message, f"{where}.{error.param}"
-    for quote in "'\"":
-        message = message.replace(f"{quote}{error.param}", f"{quote}{param}")
-    if (now := GA_PATHS.get(param)) is not None and error.code == "unknown_parameter":
-        message = f'Unknown parameter: "{param}". It is "{now}" now.'
-    return RequestError(message, param=param, code=error.code, status=error.status)
+    return RequestError(
+        f'Unknown parameter: "{error.param}". Send "{now}".', param=error.param, code=error.code
+    )
