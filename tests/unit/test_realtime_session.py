@@ -480,6 +480,16 @@ def test_wrong_fields_of_a_response_are_named(fields: dict[str, Any], code: str,
     assert (found.value.code, found.value.param) == (code, f"response.{param}")
 
 
+def test_metadata_has_the_limits_of_openai() -> None:
+    largest = {f"{index:064}": "x" * 512 for index in range(16)}
+    settings = default_settings(SERVED)
+    assert response_settings(settings, SERVED, fields_of(metadata=largest)).metadata == largest
+    for wrong in (largest | {"x": ""}, {"x" * 65: ""}, {"x": "y" * 513}):
+        with pytest.raises(RequestError) as found:
+            response_settings(settings, SERVED, fields_of(metadata=wrong))
+        assert (found.value.code, found.value.param) == ("invalid_value", "response.metadata")
+
+
 def test_a_transcript_is_asked_for_as_the_session_says() -> None:
     given = {"model": "w", "language": "zh-CN", "prompt": "ships"}
     settings = update(default_settings(SERVED), at("audio.input.transcription", given), SERVED)

@@ -306,10 +306,6 @@ class ResponseAudio(Struct, kw_only=True, forbid_unknown_fields=True):
     output: dict[str, Any] | None = None
 
 
-_MetadataKey = Annotated[str, Meta(max_length=64)]
-_MetadataValue = Annotated[str, Meta(max_length=512)]
-
-
 class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """`response` of `response.create`, without its `input`. Fields of the session are checked after the merge."""
 
@@ -322,7 +318,7 @@ class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Any = None
     reasoning: Any = None
     prompt: Any = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
+    metadata: dict[str, str] | None = None
     conversation: Literal["auto", "none"] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
 
@@ -364,6 +360,9 @@ def response_settings(
 ) -> ResponseSettings:
     """Settings of a response that a turn asks for, or `response.create` with `fields`. Raises: RequestError."""
     fields = fields or ResponseFields()
+    metadata = fields.metadata or {}
+    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise invalid("response.metadata", "has more than 16 pairs of at most 64 and 512 characters")
     own = ("metadata", "conversation", "temperature")
     given = {name: getattr(fields, name) for name in ResponseFields.__struct_fields__ if name not in own}
     given = {name: value for name, value in given.items() if value is not None}
