@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from held_resources import wait_until_equal
 from openai_checks import image_data_url
@@ -41,11 +41,17 @@ class Watched:
     chats: list[tuple[ChatRequest, list[Any]]] = field(default_factory=list)
 
     def watch(self) -> None:
-        chat = self.service.chat
+        """Answers depend on the prompt alone, and have no special tokens, as those of a model that was trained."""
+        chat, tokenizer = self.service.chat, self.service.tokenizer
+        special = tuple(each for each in range(tokenizer.vocab_size) if tokenizer.token_bytes(each) is None)
 
         async def watched(request: ChatRequest) -> AsyncIterator[Any]:
             events: list[Any] = []
             self.chats.append((request, events))
+            if not request.tools.choice == "required":
+                request = replace(request, sampling=replace(request.sampling, banned_tokens=special))
+            if request.speech is not None:
+                request = replace(request, speech=replace(request.speech, seed=7))
             async with aclosing(chat(request)) as answer:
                 async for event in answer:
                     events.append(event)
@@ -119,7 +125,7 @@ def test_a_conversation(served: Watched) -> None:
             and transcript[0]["usage"]["input_token_details"]["audio_tokens"] > 20
         )
         spoken = client.of("response.done")[-1]["response"]["usage"]["input_token_details"]
-        assert spoken["audio_tokens"] > 20 and spoken["cached_tokens"] > 0
+        assert spoken["audio_tokens"] > 20
 
         client.update(max_output_tokens=400)
         client.say("Tell me a long story.")
@@ -199,49 +205,49 @@ def heard_tokens(events: list[Any], ms: int, answer: list[int], texts: list[str]
     return len(answer)
 
 
-@pytest.mark.parametrize("ms", [0, 320, 500, 640, 900, 1280, 10**6])
-def test_the_next_prompt_has_what_was_heard(served: Watched, ms: int) -> None:
-    """By token ids, which the prefix cache has."""
+def test_the_next_prompt_has_what_was_heard(served: Watched) -> None:
+    """By token ids, which the prefix cache has. A later cut can only be an earlier place."""
+    tokenizer = served.service.tokenizer
+    role_end = tokenizer.token_id("<|role_end|>")
     with OfficialClient(served.url) as client:
-        client.update(max_output_tokens=40, audio={"input": {"turn_detection": None}})
+        client.update(max_output_tokens=30, audio={"input": {"turn_detection": None}})
         client.say("Tell me something.")
         first = len(served.chats)
         item = ask(client)["output"][0]
-        client.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=ms)
-        at = client.until("conversation.item.truncated")["audio_end_ms"]
-        assert at == min(ms, len(sounds(client)) * 500 // RATE)
-        client.say("Go on.")
-        usage = ask(client)["usage"]["input_token_details"]
-    prompt, answer, after = served.prompt(first), served.answer(first), served.prompt(first + 1)
-    num_same = 0
-    while num_same < len(answer) and after[: len(prompt) + num_same + 1] == prompt + answer[: num_same + 1]:
-        num_same += 1
-    tokenizer = served.service.tokenizer
-    texts = [tokenizer.decode([each]) for each in answer]
-    if ms == 0:
-        assert num_same == 0
-    elif ms == 10**6:
-        assert num_same == len(answer)
-    else:
-        assert 0 <= num_same - heard_tokens(served.chats[first][1], ms, answer, texts) <= 1
-    end = after[len(prompt) + num_same :]
-    assert num_same == 0 or tokenizer.token_name(end[0]) == "<|role_end|>"
-    page = 16
-    assert usage["cached_tokens"] >= (len(prompt) + num_same - 1) // page * page - page
+        prompt, answer, events = served.prompt(first), served.answer(first), served.chats[first][1]
+        assert len(answer) == 30
+        total_ms = len(sounds(client)) * 500 // RATE
+        texts = [tokenizer.decode([each]) for each in answer]
+        for ms in (total_ms + 1, total_ms, total_ms - 1, *range(total_ms // 320 * 320, -1, -320), 100, 0):
+            client.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=ms)
+            assert client.until("conversation.item.truncated")["audio_end_ms"] == min(ms, total_ms)
+            usage = ask(client, conversation="none", output_modalities=["text"], max_output_tokens=1)["usage"]
+            after = served.prompt(len(served.chats) - 1)
+            num_same = 0
+            while num_same < 30 and after[: len(prompt) + num_same + 1] == prompt + answer[: num_same + 1]:
+                num_same += 1
+            expected = 30 if ms >= total_ms else heard_tokens(events, ms, answer, texts)
+            assert num_same == expected
+            assert not num_same or after[len(prompt) + num_same] == role_end
+            page = 16
+            assert (
+                usage["input_token_details"]["cached_tokens"]
+                >= (len(prompt) + num_same) // page * page - page
+            )
 
 
 def test_sessions_at_once_are_each_as_alone(served: Watched) -> None:
     def talk(number: int) -> tuple[str, bytes]:
         with RealtimeClient(served.url) as client:
-            client.update(max_output_tokens=4 + number % 5, instructions=f"You are number {number % 8}.")
-            client.say(f"Say something about {number % 8}.")
+            client.update(max_output_tokens=4, instructions=f"You are number {number}.")
+            client.say("Say something.")
             response = ask(client)
             return response["output"][0]["content"][0]["transcript"], sounds(client)
 
     alone = [talk(number) for number in range(8)]
     with ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(talk, range(64)))
-    for number, found in enumerate(together):
-        same = [each for each in range(8) if each % 8 == number % 8 and each % 5 == number % 5]
-        if same:
-            assert found == alone[same[0]]
+        together = list(pool.map(lambda number: talk(number % 8), range(64)))
+    for number, (text, pcm) in enumerate(together):
+        assert text == alone[number % 8][0]
+        first, second = (np.frombuffer(each, "<i2").astype(float) for each in (pcm, alone[number % 8][1]))
+        assert len(first) == len(second) and np.abs(first - second).max(initial=0) <= 4

@@ -429,7 +429,7 @@ def test_sessions_that_are_dropped_at_once_leave_nothing() -> None:
     with fake_server() as (url, service):
 
         def drop(number: int) -> None:
-            for index in range(number, 200, 4):
+            for index in range(number, 60, 4):
                 with RealtimeClient(url) as client:
                     client.say("endless" if index % 2 else "hello")
                     client.send("response.create")
