@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import httpx
@@ -324,6 +326,10 @@ def test_speech_interrupts_an_answer() -> None:
         assert client.until("response.done")["response"]["status_details"]["reason"] == "client_cancelled"
         eventually(lambda: not service.running)
         assert metric(url, 'mingc_realtime_interruptions_total{reason="turn_detected"}') == 1
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        asked, heard, said = service.chats[-1].messages[:3]
+        assert asked.text == "endless" and heard.role == "assistant" and said.parts[0].size > 1000
 
 
 def test_a_turn_that_does_not_interrupt_is_answered_afterwards() -> None:
@@ -596,6 +602,44 @@ def test_the_oldest_turns_are_left_out(truncation: Any, kept: Any) -> None:
 
 
 # Connection
+
+
+def test_events_that_are_changed_at_random_end_no_session() -> None:
+    """Bytes are changed, cut and doubled; the seed is fixed."""
+    random = Random(36)
+    picture = {"type": "input_image", "image_url": image_data_url()}
+    item = {
+        "id": "a",
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "hi"}, picture],
+    }
+    made: list[Event] = [
+        {"type": "session.update", "session": {"type": "realtime", "audio": NO_TURNS, "tools": [TOOL]}},
+        {"type": "conversation.item.create", "item": item, "previous_item_id": "root"},
+        {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": 500},
+        {"type": "input_audio_buffer.append", "audio": base64.b64encode(speech(0.5, 0.7)).decode()},
+        {
+            "type": "response.create",
+            "response": {"input": [item], "conversation": "none", "metadata": {"a": "b"}},
+        },
+        {"type": "response.cancel", "response_id": "resp_1"},
+    ]
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        for _number in range(400):
+            data = bytearray(json.dumps(random.choice(made)).encode())
+            for _change in range(random.randint(0, 4)):
+                place = random.randrange(len(data) + 1)
+                data[place : place + random.choice((0, 1, 9))] = random.choice(
+                    (b"", b"0", b'"', b"\xff", b"[null]")
+                )
+            client.socket.send(bytes(data))
+        client.send("conversation.item.delete", item_id="the end")
+        client.until("error", where=lambda event: "the end" in event["error"]["message"])
+        client.update(audio={"input": {"turn_detection": None}})
+        client.send("response.cancel")
+        assert client.until("error", "response.done")
+        assert answer(client)["status"] in ("completed", "failed")
 
 
 @pytest.mark.parametrize(

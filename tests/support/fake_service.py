@@ -196,7 +196,7 @@ class FakeService:
         assert isinstance(part.data, bytes | memoryview)
         task = MediaTask(kind="audio", where=part.where, max_bytes=1 << 30, audio=audio_parameters())
         features = await asyncio.to_thread(InProcessDecoder().run, task, part.data)
-        return replace(part, data=features)
+        return replace(part, data=features, num_tokens=getattr(features, "num_tokens", None))
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)

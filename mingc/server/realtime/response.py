@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mingc.errors import MingcError, RequestError, WorkerError
+from mingc.prompts.conversation import MediaKind, MediaPart
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -50,12 +51,21 @@ _RATES = {"audio/pcm": 24000, "audio/pcmu": 8000, "audio/pcma": 8000}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What a response is asked. `audio_tokens`, `image_tokens`: of the `num_tokens` of the prompt."""
+    """What a response is asked. `sizes`: tokens of the prompt, as `Service.count_tokens` gives them."""
 
     request: ChatRequest
-    num_tokens: int
-    audio_tokens: int
-    image_tokens: int
+    sizes: Sequence[int]
+
+    def num_media_tokens(self, kind: MediaKind, num_tokens: int | None = None) -> int:
+        """How many tokens of the prompt are sound, or pictures: of all, or of the first `num_tokens`."""
+        messages = self.request.messages
+        found, place = 0, self.sizes[0]
+        for message, size in zip(messages, self.sizes[1:], strict=True):
+            media = (part for part in message.parts if isinstance(part, MediaPart) and part.kind == kind)
+            count = sum(part.num_tokens or 0 for part in media)
+            found += count if num_tokens is None else min(count, max(0, num_tokens - place))
+            place += size
+        return found
 
 
 class Response:
@@ -159,7 +169,7 @@ class Response:
             self._question = await self._ask()
             request = self._question.request
             key.add_text(
-                range(self._question.num_tokens),
+                range(sum(self._question.sizes)),
                 request.sampling.max_tokens,
                 is_spoken=request.speech is not None,
             )
@@ -382,10 +392,16 @@ class Response:
         if question is None:
             return events.ResponseUsage.of(Usage())
         usage = Usage(
-            prompt_tokens=question.num_tokens,
+            prompt_tokens=sum(question.sizes),
             completion_tokens=self._num_tokens,
             audio_patches=self._num_patches,
         )
         if self._done is not None:
             usage = self._done.usage
-        return events.ResponseUsage.of(usage, audio=question.audio_tokens, image=question.image_tokens)
+        return events.ResponseUsage.of(
+            usage,
+            audio=question.num_media_tokens("audio"),
+            image=question.num_media_tokens("image"),
+            cached_audio=question.num_media_tokens("audio", usage.cached_tokens),
+            cached_image=question.num_media_tokens("image", usage.cached_tokens),
+        )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from starlette.datastructures import QueryParams
 
 from mingc.errors import CapacityError, MingcError, RequestError
 from mingc.prompts.conversation import MediaPart
-from mingc.prompts.features import AudioFeatures
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import ServiceInfo, TranscriptDelta, TranscriptDone
 from mingc.server.http.parsing import unknown_model
@@ -65,7 +65,7 @@ log = logging.getLogger("mingc.http")
 
 _MAX_OUT_OF_BAND = 2
 _SMALL_EVENT = 1024  # bytes; it is handled also when there is no memory for more
-_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are left out, so that the prefix then stays for a while
+_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are left out: then the prefix stays as it is for long
 _ANSWER_SHARE = 4  # one part in so many of the context is kept free for the answer, if it may be so long
 _LONGEST_CLIP_MS = 300_000  # of an artifact that does not say
 
@@ -116,6 +116,7 @@ class RealtimeSession:
         self._decoding: dict[AudioContent | ImageContent, asyncio.Task[None]] = {}
         self._transcribing: asyncio.Task[None] | None = None  # the last one
         self._idle: asyncio.TimerHandle | None = None
+        self._texts: dict[str, int] = {}  # bytes of the client's items, besides their media
         self._num_bytes = 0  # of the conversation
         self._is_closed = False
         self._resources = ExitStack()
@@ -135,18 +136,20 @@ class RealtimeSession:
             await self._close()
 
     async def _begin(self) -> None:
-        info = self._server.service.info
-        voices = tuple(
-            name for each in await self._server.service.list_voices() for name in (each.name, each.id)
-        )
-        self._served = Served(info=info, options=self._server.options, voices=voices)
-        self._settings = default_settings(self._served)
+        self._served = await self._find_served()
+        info = self._served.info
+        self._settings = default_settings(self._served, self._socket.query.get("model"))
         rules = self._settings.turn_detection
         longest_ms = round(info.media_limits.get("clip_seconds", _LONGEST_CLIP_MS / 1000) * 1000)
         self._input = InputAudio(
             self._settings.input_encoding, None if rules is None else rules.rules, max_ms=longest_ms
         )
         self._socket.put(events.SessionCreated(session=self._object()))
+
+    async def _find_served(self) -> Served:
+        service = self._server.service
+        voices = tuple(name for each in await service.list_voices() for name in (each.name, each.id))
+        return Served(info=service.info, options=self._server.options, voices=voices)
 
     async def _close(self) -> None:
         """Cancel everything, and wait until nothing is held."""
@@ -190,6 +193,7 @@ class RealtimeSession:
             self._drop_early()  # it knows nothing of what the client changes now
         match event:
             case events.SessionUpdate():
+                self._served = await self._find_served()
                 self._update(event)
             case events.InputAudioBufferCommit():
                 clip = self._input.commit()
@@ -200,10 +204,12 @@ class RealtimeSession:
                 self._socket.put(events.BufferCleared())
             case events.ItemCreate():
                 self._conversation.insert(event.item, event.previous_item_id)
+                self._texts[event.item.id] = len(msgspec.json.encode(event.item.wire()))
                 self._show_item(event.item)
                 self._decode(event.item, event.event_id)
             case events.ItemDelete():
                 self._conversation.delete(event.item_id)
+                self._texts.pop(event.item_id, None)
                 self._socket.put(events.ItemDeleted(item_id=event.item_id))
             case events.ItemRetrieve():
                 item = self._conversation.retrieve(event.item_id)
@@ -211,6 +217,7 @@ class RealtimeSession:
             case events.ItemTruncate():
                 self._truncate(event)
             case events.ResponseCreate():
+                self._served = await self._find_served()
                 self._create_response(event)
             case events.ResponseCancel():
                 self._cancel(event)
@@ -218,7 +225,7 @@ class RealtimeSession:
 
     def _count_bytes(self) -> None:
         """Charge what is kept; it may exceed the budget now, because decoded media can be larger."""
-        self._num_bytes = self._conversation.num_media_bytes
+        self._num_bytes = self._conversation.num_media_bytes + sum(self._texts.values())
         with suppress(CapacityError):
             self._charge.set(self._num_bytes + self._input.num_bytes)
 
@@ -502,13 +509,7 @@ class RealtimeSession:
             messages = prompt_messages(turns_of(items), instructions, settings.instructions)
             request = settings.request(request.request_id, messages)
             sizes = list(await self._server.service.count_tokens(request))
-        audio = sum(
-            part.data.num_tokens
-            for message in messages
-            for part in message.parts
-            if isinstance(part, MediaPart) and isinstance(part.data, AudioFeatures)
-        )
-        return Question(request=request, num_tokens=sum(sizes), audio_tokens=audio, image_tokens=0)
+        return Question(request=request, sizes=sizes)
 
     def _excess(self, settings: ResponseSettings, turns: list[Turn], sizes: list[int]) -> list[Turn]:
         """The oldest turns, of which there is no room in the prompt."""

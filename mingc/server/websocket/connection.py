@@ -75,6 +75,7 @@ class EventSocket:
 
     Attributes:
         key: hash of the client's API key; None if none is needed.
+        query: of the URL.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class EventSocket:
         state = scope.get("state", {})
         self._error_event = error_event
         self.key: bytes | None = state.get("api_key")
+        self.query = QueryParams(scope.get("query_string", b""))
         self._connection: Any = state.get("websocket")  # none behind the proxy of Ray Serve
         self._receive = receive
         self._send = send
