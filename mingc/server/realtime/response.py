@@ -80,6 +80,7 @@ class Response:
         is_shown: whether the client knows of it.
         is_ended: no event follows.
         message: its item with text or sound.
+        num_bytes: of media that it alone has.
         played_until: when the client will have played what was written, by the clock of the event loop.
         task: frees all that it holds when it ends.
     """
@@ -97,6 +98,7 @@ class Response:
         self.settings = settings
         self.is_shown = self.is_ended = False
         self.message: AssistantMessage | None = None
+        self.num_bytes = 0
         self.played_until = 0.0
         self._state = state
         self._socket = socket
