@@ -164,7 +164,8 @@ def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
         ([*call(), done("tool_calls")], "completed", ["function_call"], None),
         ([*call(), TextDelta(text="So.", token=1), done()], "completed", ["function_call", "message"], None),
         ([TextDelta(text="Hm", token=1, kind="thought"), *call(), *call(), done()], "completed", ["function_call"] * 2, None),
-        ([TextDelta(text="I", token=1), runtime.ToolCallFailed(index=None, text="{")], "failed", ["message"], "invalid_tool_call"),
+        ([TextDelta(text="I", token=1), runtime.ToolCallFailed(index=None, text="{"), done()], "failed", ["message"], "invalid_tool_call"),
+        ([*call(), runtime.ToolCallFailed(index=None, text="{"), done("length")], "incomplete", ["function_call"], "max_output_tokens"),
         ([], "failed", [], "unfinished"),
     ],
 )  # fmt: skip
