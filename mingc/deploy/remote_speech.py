@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mingc.errors import RequestError, ServeError, WorkerError
+from mingc.prompts.conversation import MediaPart
 from mingc.prompts.speech_prompt import caption_instruction
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.noise import random_seed
@@ -145,6 +146,14 @@ class RemoteSpeechService:
     async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
         """See `Service`."""
         return await self._text.tokenize(prompt)
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        return await self._text.count_tokens(request)
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """See `Service`."""
+        return await self._text.decode_media(part)
 
     @property
     def tokenizer(self) -> TextTokenizer:

@@ -70,7 +70,22 @@ class ThoughtPart:
         return len(self.text)
 
 
-Part = TextPart | MediaPart | ToolCall | ThoughtPart
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensPart:
+    """Text of an earlier answer by the token ids that the model wrote, without special tokens.
+
+    The prompt has them as they are, so that the prefix cache serves it: tokenizing their text may give other ids.
+    """
+
+    ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens: each has a character or, of a long one, a part of it."""
+        return len(self.ids)
+
+
+Part = TextPart | MediaPart | ToolCall | ThoughtPart | TokensPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +97,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All text of the message, joined."""
+        """All text of the message, joined; without `TokensPart`s."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property

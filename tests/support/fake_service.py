@@ -188,6 +188,18 @@ class FakeService:
             prompt = " ".join(message.text for message in prompt.messages)
         return self.tokenizer.encode_plain(prompt)
 
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        return [7, *(len(message.prompt_text) + len(message.parts) for message in request.messages)]
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """Decodes sound, as the real service does; the rest stays as it is."""
+        if part.kind != "audio":
+            return part
+        assert isinstance(part.data, bytes | memoryview)
+        task = MediaTask(kind="audio", where=part.where, max_bytes=1 << 30, audio=audio_parameters())
+        features = await asyncio.to_thread(InProcessDecoder().run, task, part.data)
+        return replace(part, data=features)
+
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
         self._check_voice(request.speech, "")

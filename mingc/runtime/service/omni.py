@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import SpeechSegment
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
@@ -270,6 +270,21 @@ class OmniService:
         prepared = await self._offload(lambda: self._prepare(prompt))
         tokens: list[int] = prepared.tokens.input_ids.tolist()
         return tokens
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        count = self._chat_pipeline().processor.count
+        return await self._offload(
+            lambda: count(
+                request.messages, tools=request.tools.tools, video=request.video, thinking=request.thinking
+            )
+        )
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """See `Service`."""
+        processor = self._chat_pipeline().processor
+        with self._begin(is_chat=True):
+            return await self._offload(lambda: processor.decode(part))
 
     async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
         """Events of a transcript. See `Service`.
