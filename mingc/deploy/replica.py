@@ -35,6 +35,7 @@ from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.server.api_keys import ApiKeys
 from mingc.server.app import create_app
 from mingc.server.metrics import Metrics
+from mingc.text.spoken_piece import SpokenPiece
 
 log = logging.getLogger("mingc.deploy")
 
@@ -234,7 +235,11 @@ class SpeechReplica(Replica):
         assert isinstance(self.service, OmniService)
         noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
         events = self.service.speak(
-            [call.text], call.params, noise, is_live=call.is_live, priority=call.priority
+            [SpokenPiece(call.text, call.text_end)],
+            call.params,
+            noise,
+            is_live=call.is_live,
+            priority=call.priority,
         )
         async with contextlib.aclosing(events):
             async for event in events:

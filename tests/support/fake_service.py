@@ -294,7 +294,9 @@ class FakeService:
         self.ends[name] = "cancelled"
         try:
             num_text = sum(isinstance(event, TextDelta) for event in events)
-            patches = [patch(i) for i in range(NUM_PATCHES)] if spoken else []
+            length = sum(len(event.text) for event in events if isinstance(event, TextDelta))
+            ends = [length * (i + 1) // NUM_PATCHES for i in range(NUM_PATCHES)]
+            patches = [replace(patch(i), text_end=ends[i]) for i in range(NUM_PATCHES)] if spoken else []
             for index, event in enumerate([*events, *patches]):
                 if index == 2 and "fail midway" in text:
                     raise WorkerError("rank 1 died midway")

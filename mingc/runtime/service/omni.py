@@ -57,6 +57,7 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
+from mingc.text.spoken_piece import SpokenPiece
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
@@ -479,7 +480,7 @@ class OmniService:
         speech = self._speech_pipeline()
         pieces = spoken_pieces(request.text, speech.max_segment_length, speech_text or speech.speech_text)
         return self.speak(
-            pieces,
+            map(SpokenPiece, pieces),
             request.speech,
             noise,
             is_live=request.is_live,
@@ -489,7 +490,7 @@ class OmniService:
 
     async def speak(
         self,
-        pieces: Iterable[str],
+        pieces: Iterable[SpokenPiece],
         params: SpeechParams,
         noise: NoiseSource | None = None,
         *,
@@ -497,7 +498,7 @@ class OmniService:
         priority: int = 0,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
+        """Events of the speech of pieces of text, one segment each. Another thread reads `pieces`."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -590,7 +591,7 @@ class OmniService:
                     failure = error
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
-            async def speak(pieces: Iterable[str], num_characters: int) -> None:
+            async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
                 if num_characters <= _SPOKEN_INLINE:
                     speech_stream.enqueue(pieces)
                 else:
