@@ -198,6 +198,7 @@ def test_an_answer_without_sound() -> None:
     written_answer.add_text(TextDelta(text=text))
     assert written_answer.heard() == Heard(transcript=text, parts=(TextPart(text=text),)), "also cancelled"
     silent, _ = answer_of("```\nx\n```")
+    silent.add_sound(0)
     assert silent.heard().is_nothing, "its speech may come"
     silent.finish()
     assert silent.heard().transcript == "```\nx\n```" and silent.truncate(500) == 0

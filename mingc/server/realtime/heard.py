@@ -93,6 +93,9 @@ class Answer:
         if patch is not None and patch.segment_text is not None:
             assert patch.text_end is not None, "the speech of an answer says where its segments end"
             self._segments.append(_Segment(patch.text_end))
+        if not self._segments:
+            assert not num_samples, "sound belongs to a segment"
+            return
         segment = self._segments[-1]
         segment.num_samples += num_samples
         if patch is not None:
