@@ -285,6 +285,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.server",
     ),
     "mingc.server.websocket": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.realtime": ("mingc.prompts", "mingc.runtime"),
     "mingc.server.app": (
         "mingc.errors",
         "mingc.runtime",
