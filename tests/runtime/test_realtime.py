@@ -112,6 +112,11 @@ def answer(client: RealtimeClient, **response: Any) -> Event:
     return found
 
 
+HI = TextDelta(text="Hi", token=1)
+THOUGHT = TextDelta(text="Hm", token=1, kind="thought")
+BROKEN = runtime.ToolCallFailed(index=None, text="{")
+
+
 # One response
 
 
@@ -125,8 +130,10 @@ def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
         assert kinds(client.events) == [
             f"{item}.added", f"{item}.done", "created",
             "output_item.added", f"{item}.added", "content_part.added",
-            "output_audio_transcript.delta", "output_audio.delta", "output_audio_transcript.delta", "output_audio.delta",
-            "output_audio.done", "output_audio_transcript.done", "content_part.done", "output_item.done", f"{item}.done",
+            "output_audio_transcript.delta", "output_audio.delta",
+            "output_audio_transcript.delta", "output_audio.delta",
+            "output_audio.done", "output_audio_transcript.done", "content_part.done",
+            "output_item.done", f"{item}.done",
             "output_item.added", f"{item}.added", "function_call_arguments.delta", "function_call_arguments.done",
             "output_item.done", f"{item}.done", "done",
         ]  # fmt: skip
@@ -158,14 +165,14 @@ def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
 @pytest.mark.parametrize(
     ("script", "status", "output", "error"),
     [
-        ([TextDelta(text="Hi", token=1), done()], "completed", ["message"], None),
-        ([TextDelta(text="Hi", token=1), done("length")], "incomplete", ["message"], "max_output_tokens"),
+        ([HI, done()], "completed", ["message"], None),
+        ([HI, done("length")], "incomplete", ["message"], "max_output_tokens"),
         ([done()], "completed", ["message"], None),  # nothing was said, which is an answer too
         ([*call(), done("tool_calls")], "completed", ["function_call"], None),
-        ([*call(), TextDelta(text="So.", token=1), done()], "completed", ["function_call", "message"], None),
-        ([TextDelta(text="Hm", token=1, kind="thought"), *call(), *call(), done()], "completed", ["function_call"] * 2, None),
-        ([TextDelta(text="I", token=1), runtime.ToolCallFailed(index=None, text="{"), done()], "failed", ["message"], "invalid_tool_call"),
-        ([*call(), runtime.ToolCallFailed(index=None, text="{"), done("length")], "incomplete", ["function_call"], "max_output_tokens"),
+        ([*call(), HI, done()], "completed", ["function_call", "message"], None),
+        ([THOUGHT, *call(), *call(), done()], "completed", ["function_call"] * 2, None),
+        ([HI, BROKEN, done()], "failed", ["message"], "invalid_tool_call"),
+        ([*call(), BROKEN, done("length")], "incomplete", ["function_call"], "max_output_tokens"),
         ([], "failed", [], "unfinished"),
     ],
 )  # fmt: skip
@@ -655,6 +662,16 @@ def test_a_query_that_is_refused(query: str, status: int, code: str) -> None:
         assert httpx.get(f"{url}/v1/realtime", trust_env=False).status_code == 426
         with RealtimeClient(url, "?model=ming-omni&other=1") as client:
             assert client.next()["session"]["model"] == "ming-omni"
+
+
+def test_a_client_that_does_not_read_is_heard() -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        client.say("endless")
+        client.send("response.create")
+        eventually(lambda: bool(service.running))
+        client.send("response.cancel")
+        eventually(lambda: not service.running)
+        assert client.until("response.done")["response"]["status"] == "cancelled"
 
 
 def test_a_session_that_is_too_old() -> None:
