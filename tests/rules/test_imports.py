@@ -292,7 +292,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
-        "mingc.server.websocket",
     ),
     "mingc.server.app": (
         "mingc.errors",
