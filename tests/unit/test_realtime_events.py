@@ -61,7 +61,7 @@ def created(item: dict[str, Any], encoding: Encoding = "audio/pcm", served: Serv
     return parse({"type": "conversation.item.create", "item": item}, encoding, served).item
 
 
-# What the four clients send at their start.
+# What the four clients send at their start and for history.
 @pytest.mark.parametrize(
     "session",
     [
@@ -572,7 +572,7 @@ def test_every_event_of_the_server_is_checked_above() -> None:
 
 
 def test_a_cancelled_response_is_the_documented_object() -> None:
-    """Written by hand, as OpenAI's service answers."""
+    """Written by hand."""
     item = AssistantMessage(id="item_4", is_spoken=True, texts=("Hello there,",), status="incomplete")
     done = msgspec.structs.replace(
         RESPONSE,
