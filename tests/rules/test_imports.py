@@ -292,6 +292,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
+        "mingc.server.websocket",
     ),
     "mingc.server.app": (
         "mingc.errors",
