@@ -552,7 +552,7 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         return {
             name: float(value)
             for name, value in lines
-            if any(part in name for part in ("_prefi", "preempt", "underruns", "encoder_cache"))
+            if any(part in name for part in ("_prefi", "preempt", "speech_underruns", "encoder_cache"))
             and "_created" not in name
         }
 
