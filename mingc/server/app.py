@@ -47,6 +47,7 @@ from mingc.server.options import ServeOptions
 from mingc.server.realtime import response, route
 from mingc.server.realtime.events import error_event
 from mingc.server.state import ServerState
+from mingc.server.tracing import Traces
 from mingc.server.websocket import speech
 from mingc.server.websocket.connection import EventSocket, SessionRoute
 
@@ -55,9 +56,11 @@ log = logging.getLogger("mingc.http")
 _PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
-def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
+def create_app(
+    service: Service, options: ServeOptions, keys: ApiKeys | None = None, traces: Traces | None = None
+) -> Starlette:
     """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
-    state = ServerState(service=service, options=options)
+    state = ServerState(service=service, options=options, traces=traces)
     export_logs(state.metrics)
     keys = keys or ApiKeys(options.api_key_file)
     if not keys.is_required and state.key_limits.limits:
@@ -136,7 +139,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             *_information_routes(state),
         ],
         middleware=[
-            Middleware(RequestContext, metrics=state.metrics),
+            Middleware(RequestContext, metrics=state.metrics, traces=traces),
             *_cors(options),
             Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
         ],

@@ -34,6 +34,7 @@ from mingc.runtime.request import (
     TranscriptEvent,
     Usage,
 )
+from mingc.server import tracing
 
 _Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
@@ -427,6 +428,7 @@ class RequestTimer:
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)
+            tracing.mark_stages(event, answer)
 
 
 class Playback:

@@ -662,6 +662,13 @@ def within(names: set[str], package: str) -> set[str]:
     return {name for name in names if name == package or name.startswith(package + ".")}
 
 
+def test_a_server_without_traces_loads_no_opentelemetry() -> None:
+    names = modules_after(
+        "import mingc.server.app; assert mingc.server.app.Traces.from_environment() is None"
+    )
+    assert not within(names, "opentelemetry") and "mingc.server.tracing" in names
+
+
 def test_schedulers_load_without_torch() -> None:
     """They are plain Python over page and slot numbers (docs/architecture.md)."""
     schedulers = ("thinker.scheduler", "thinker.prefill_policy", "talker.scheduler", "kv_cache")
