@@ -238,7 +238,7 @@ class OmniService:
         use, tokens = request.tools, self._chat_pipeline().processor.tool_tokens
         has_tools = use.tools or any(message.has_tools for message in request.messages)
         sampling = request.sampling
-        if use.tools and tokens is not None:
+        if has_tools and tokens is not None:
             sampling = tool_sampling(sampling, use, tokens, thinking=request.thinking)
         return self._answers(
             lambda: self._prepare(request),
