@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from realtime_client import RealtimeClient
 from server_thread import eventually, run_server
 
 from mingc.errors import ConfigError, WorkerError
@@ -104,7 +105,25 @@ def test_spans_of_other_requests(server: tuple[str, InMemorySpanExporter]) -> No
     assert [attributes(each)["url.path"] for each in spans] == ["/v1/models", "/nowhere/secret"]
 
 
-def test_a_response_of_a_session_has_a_span_with_its_stages() -> None:
+def test_each_response_of_a_session_is_a_span_below_it() -> None:
+    traces, exporter = in_memory()
+    with run_server(FakeService, traces=traces) as url, RealtimeClient(url) as client:
+        for status in ("completed", "failed"):
+            client.say("Hello" if status == "completed" else "fail midway, secret")
+            client.send("response.create")
+            assert client.until("response.done")["response"]["status"] == status
+    eventually(lambda: len(exporter.get_finished_spans()) == 3)
+    *responses, session = exporter.get_finished_spans()
+    assert (session.name, attributes(session)["http.response.status_code"]) == ("GET /v1/realtime", 101)
+    assert all(span.parent == session.context and session.context is not None for span in responses)
+    assert [[event.name for event in span.events] for span in responses] == [["first_token"], []]
+    assert [attributes(span).get("error.type") for span in responses] == [None, "WorkerError"]
+    ids = [each["response"]["id"] for each in client.of("response.done")]
+    assert [attributes(span)["mingc.response_id"] for span in responses] == ids
+    assert not session.events and not any("secret" in span.to_json() for span in (*responses, session))
+
+
+def test_parts_of_a_request_have_spans_with_their_stages() -> None:
     """Each of two at once records in its own span, below that of the session."""
     traces, exporter = in_memory()
     scope = {"type": "websocket", "scheme": "ws", "path": "/v1/realtime", "headers": []}

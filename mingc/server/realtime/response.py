@@ -31,6 +31,7 @@ from mingc.runtime.request import (
     ToolCallFailed,
     Usage,
 )
+from mingc.server import tracing
 from mingc.server.audio_format import AudioSpec
 from mingc.server.http.clips import LiveClip
 from mingc.server.http.routes import HttpState
@@ -145,7 +146,8 @@ class Response:
     async def _run(self) -> None:
         metrics = self._state.server.metrics
         try:
-            await self._generate()
+            with tracing.span("realtime.response", **{"mingc.response_id": self.id}):
+                await self._generate()
             await self._shown.wait()
             await self._is_written.wait()
             is_cut = self._done is not None and self._done.finish_reason == "length"
