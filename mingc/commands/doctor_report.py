@@ -32,6 +32,7 @@ _EVERYTHING = "everything"
 _NEEDED_FOR = {  # by extra; "" is what every command needs
     "": _EVERYTHING,
     "serve": "serve",
+    "trace": "traces of serve",
     "sign": "bundle sign, bundle verify-signature, serve --require-signature",
     "bundle": "bundle pack",
     "export": "export",

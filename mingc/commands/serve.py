@@ -113,11 +113,12 @@ def command(
         from mingc.server.connections import connection_limit
         from mingc.server.lifecycle import bind_socket, serve
         from mingc.server.logs import configure_logging
+        from mingc.server.tracing import Traces
 
     configure_logging(log_level, log_format)
     if public_key is not None:
         _require_signature(artifact, public_key, is_hashed=engines.check_hashes)
-    keys = ApiKeys(http.api_key_file)
+    keys, traces = ApiKeys(http.api_key_file), Traces.from_environment()
     connection_limit(http.max_connections)  # fails before anything slow
     listener = bind_socket(http.host, http.port)
     changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
@@ -138,7 +139,7 @@ def command(
         log.info("serving %s at %s, ready in %.1f s", service.info.model, url, clock.total_s)
 
     try:
-        ended_in_order = serve(create_app(service, http, keys), listener, announce=announce)
+        ended_in_order = serve(create_app(service, http, keys, traces), listener, announce=announce)
     finally:
         gc.unfreeze()  # engines remove their unpacked files when they are collected
     return 0 if ended_in_order else INTERRUPTED

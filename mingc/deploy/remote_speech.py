@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mingc.errors import RequestError, ServeError, WorkerError
+from mingc.prompts.conversation import MediaPart
 from mingc.prompts.speech_prompt import caption_instruction
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.noise import random_seed
@@ -36,6 +37,7 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText
+from mingc.text.spoken_piece import SpokenPiece
 
 _AHEAD = 2  # so many segments of a request are generated at a time: the segment that is sent, and the next
 _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before nothing more is read
@@ -43,12 +45,16 @@ _PENDING_EVENTS = 128  # events of a request, or of a segment, that wait before 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentCall:
-    """One normalised piece of text to speak, as segment `index` of a request. `is_live`, `priority`: the request's."""
+    """One piece of text to speak, as segment `index` of a request.
+
+    `text_end`: see `AudioDelta`. `is_live`, `priority`: the request's.
+    """
 
     text: str
     index: int
     params: SpeechParams
     seed: int
+    text_end: int | None = None
     is_live: bool = False
     priority: int = 0
 
@@ -145,6 +151,14 @@ class RemoteSpeechService:
     async def tokenize(self, prompt: str | ChatRequest) -> Sequence[int]:
         """See `Service`."""
         return await self._text.tokenize(prompt)
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        return await self._text.count_tokens(request)
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """See `Service`."""
+        return await self._text.decode_media(part)
 
     @property
     def tokenizer(self) -> TextTokenizer:
@@ -287,7 +301,7 @@ _Item = Event | Exception | _End
 class _Segments:
     """The segments of one request in order; at most `_AHEAD` are generated at a time.
 
-    Their calls are `call` with text and index.
+    Their calls are `call` with piece and index.
     """
 
     def __init__(self, speak: Callable[[SegmentCall], AsyncGenerator[Event]], call: SegmentCall) -> None:
@@ -301,10 +315,10 @@ class _Segments:
         self.prompt_tokens = 0
         self.was_capped = False
 
-    def add(self, pieces: Iterable[str]) -> None:
-        """Append normalised pieces of text."""
-        for text in pieces:
-            self._waiting.put_nowait(replace(self._call, text=text, index=self.num_added))
+    def add(self, pieces: Iterable[SpokenPiece]) -> None:
+        """Append pieces of text."""
+        for text, end in pieces:
+            self._waiting.put_nowait(replace(self._call, text=text, text_end=end, index=self.num_added))
             self.num_added += 1
 
     def end(self) -> None:

@@ -35,6 +35,8 @@ from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.server.api_keys import ApiKeys
 from mingc.server.app import create_app
 from mingc.server.metrics import Metrics
+from mingc.server.tracing import Traces
+from mingc.text.spoken_piece import SpokenPiece
 
 log = logging.getLogger("mingc.deploy")
 
@@ -143,12 +145,20 @@ class ModelReplica(Replica):
     async def __init__(self, options: DeployOptions, speech: Any = None) -> None:  # type: ignore[misc]
         """`speech`: handle of the deployment that generates speech; None when this replica does."""
         self._speech = speech
-        keys = ApiKeys(options.http.api_key_file)  # fails before anything slow
+        # fail before anything slow
+        keys, traces = ApiKeys(options.http.api_key_file), Traces.from_environment()
         await Replica.__init__(self, options)
-        self._app = create_app(self.service, options.http, keys)
+        self._app = create_app(self.service, options.http, keys, traces)
         self._publish(self._app.state.server.metrics)
         if isinstance(self.service, RemoteSpeechService):
             self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))
+
+    async def __del__(self) -> None:
+        """See `Replica`."""
+        await Replica.__del__(self)
+        app = getattr(self, "_app", None)
+        if app is not None and app.state.server.traces is not None:
+            await asyncio.to_thread(app.state.server.traces.close)
 
     async def _follow_speech(self, service: RemoteSpeechService) -> None:
         """Read the capabilities of the speech deployment again and again: an update may change its voices."""
@@ -234,7 +244,11 @@ class SpeechReplica(Replica):
         assert isinstance(self.service, OmniService)
         noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
         events = self.service.speak(
-            [call.text], call.params, noise, is_live=call.is_live, priority=call.priority
+            [SpokenPiece(call.text, call.text_end)],
+            call.params,
+            noise,
+            is_live=call.is_live,
+            priority=call.priority,
         )
         async with contextlib.aclosing(events):
             async for event in events:

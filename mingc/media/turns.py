@@ -45,8 +45,7 @@ class TurnDetector:
     """Turns of one stream of sound."""
 
     def __init__(self, rules: TurnRules) -> None:
-        self.rules = rules
-        self._silence_below = max(rules.threshold - _HYSTERESIS, _MIN_THRESHOLD)
+        self.rules = rules  # may change at any time
         self._num_frames = 0
         self._num_candidates = 0  # frames of speech that do not yet begin a turn
         self._least_start_ms = 0  # end of the turn before
@@ -83,9 +82,24 @@ class TurnDetector:
             return []
         return [self._begin(self._first * FRAME_MS - self.rules.prefix_padding_ms)]
 
-    def reset(self) -> None:
-        """End the present turn without an event: its sound was taken, or dropped. Later turns begin after it."""
-        self._end(self.now_ms)
+    @property
+    def start_ms(self) -> int | None:
+        """Of the present turn, if somebody speaks."""
+        return self._start_ms
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nobody speaks, and the last frame is no speech that may begin a turn."""
+        return self._start_ms is None and not self._num_candidates
+
+    @property
+    def speech_end_ms(self) -> int:
+        """End of the last frame of speech of the present turn."""
+        return self._last * FRAME_MS
+
+    def reset(self, at_ms: int) -> None:
+        """End the present turn without an event: the sound before `at_ms` was taken, or dropped; no turn has it."""
+        self._end(at_ms)
 
     def finish(self) -> list[TurnEnd]:
         """The turn that the end of the stream ends, if any."""
@@ -103,7 +117,7 @@ class TurnDetector:
     def _continue(self, probability: float) -> list[TurnStart | TurnEnd]:
         assert self._start_ms is not None
         self._probabilities.append(probability)
-        if probability >= self._silence_below:
+        if probability >= max(self.rules.threshold - _HYSTERESIS, _MIN_THRESHOLD):
             self._last = self._num_frames
         if (self._num_frames - self._last) * FRAME_MS >= self.rules.silence_ms:
             event = self._event(self.now_ms, self._last)

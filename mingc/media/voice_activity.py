@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mingc.media.dsp.resample import FrameResampler
 from mingc.media.libraries import load_library
 
 RATE_HZ = 16_000
@@ -27,7 +28,9 @@ class VoiceActivity:
         """Raises: ConfigError without onnxruntime or soxr."""
         self._run = _session().run
         self._resample: Any = None
-        if sample_rate != RATE_HZ:
+        if sample_rate * FRAME_SAMPLES % RATE_HZ == 0 and sample_rate != RATE_HZ:
+            self._resample = FrameResampler(sample_rate, RATE_HZ, FRAME_SAMPLES).push
+        elif sample_rate != RATE_HZ:  # late by 20 ms and more
             soxr = load_library("soxr")
             self._resample = soxr.ResampleStream(sample_rate, RATE_HZ, 1, dtype="float32").resample_chunk
         self._state = np.zeros((2, 1, 128), np.float32)

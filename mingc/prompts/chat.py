@@ -5,10 +5,11 @@ The format follows the reference's processor, not the tokenizer's jinja template
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from mingc.prompts.conversation import (
     Part,
     TextPart,
     ThoughtPart,
+    TokensPart,
     ToolCall,
     VideoParams,
 )
@@ -39,7 +41,7 @@ from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.tools import Tool, ToolTokens, find_tool_tokens, tool_block
 
-_ROLES = {"user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
+_ROLES = {"system": "SYSTEM", "user": "HUMAN", "assistant": "ASSISTANT", "tool": "OBSERVATION"}
 
 # A client may keep the thought of an answer in its text.
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
@@ -118,10 +120,10 @@ class ChatProcessor:
     ) -> PreparedPrompt:
         """Write the prompt of a conversation. Media are decoded one after another and share one memory limit.
 
-        System messages at any place are joined by newlines. Tools, earlier calls and their results, and the thoughts
-        of answers after the last user message stand as the released template writes them; earlier thoughts are left
-        out. Media stand where their parts stand, whatever the text says; the reference drops one medium for each
-        literal tag of its kind (`<image>`). The answer begins with `answer`, which the model continues.
+        System messages at the beginning are joined by newlines. Later ones, tools, earlier calls and their results, and
+        the thoughts of answers after the last user message stand as the released template writes them; earlier thoughts
+        are left out. Media stand where their parts stand, whatever the text says; the reference drops one medium for
+        each literal tag of its kind (`<image>`). The answer begins with `answer`, which the model continues.
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
@@ -159,6 +161,51 @@ class ChatProcessor:
         writer.ids += self.tokenize(prompt) if isinstance(prompt, str) else prompt
         return self._finish(writer, "prompt")
 
+    def decode(self, part: MediaPart) -> MediaPart:
+        """The part with its features, of a video without its sound. Raises: as `prepare` does."""
+        check_messages([Message(role="user", parts=(part,))])
+        features = self._decode(part, part.kind, VideoParams(), self._one_medium())
+        assert features is not None, "only the sound of a video may be missing"
+        return replace(
+            part, data=features, is_base64=False, num_tokens=_num_tokens(features, self.merge_size)
+        )
+
+    def count(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        video: VideoParams | None = None,
+        thinking: bool = False,
+    ) -> Sequence[int]:
+        """How many tokens of the prompt that `prepare` writes belong to each message, also if they exceed the context.
+
+        The first number is of the rest: the system block, to which system messages at the beginning belong, and the
+        role of the answer. A message that cannot fit is not tokenized; it has at least as many as returned.
+        """
+        check_messages(messages)
+        self._check_characters(sum(len(tool.definition) for tool in tools), "tools")
+        lengths = [_num_characters(message) for message in messages]
+        texts = [
+            replace(message, parts=()) if length > self._max_characters else message
+            for message, length in zip(messages, lengths, strict=True)
+        ]
+        video = video or VideoParams()
+        writer = self._write(
+            texts, tools, thinking, lambda part: self._features(part, video, self._one_medium())
+        )
+        sizes = [end - start for start, end in itertools.pairwise(writer.ends)]
+        sizes = [len(writer.ids) - sum(sizes), *[0] * (len(messages) - len(sizes)), *sizes]
+        for index, length in enumerate(lengths, 1):
+            if length > self._max_characters:
+                sizes[index] += length * self._max_tokens // self._max_characters
+        return sizes
+
+    def _one_medium(self) -> _Left:
+        """What a medium may take in a prompt without text."""
+        num_bytes = 0 if self._decoder is None else self._decoder.max_bytes
+        return _Left(num_bytes=num_bytes, num_tokens=self._max_tokens - 1 - _BLOCK_TOKENS, num_media=1)
+
     def tokenize(self, text: str) -> Sequence[int]:
         """Token ids of a text, also of one that exceeds the context. Raises: RequestError when it is far longer."""
         self._check_characters(len(text), "prompt")
@@ -195,7 +242,8 @@ class ChatProcessor:
         decode: Callable[[MediaPart], Iterable[Features]],
     ) -> PromptWriter:
         """Write all texts, and the media that `decode` gives."""
-        system = [message.text for message in messages if message.role == "system"]
+        turns = list(itertools.dropwhile(lambda message: message.role == "system", messages))
+        system = [message.text for message in messages[: len(messages) - len(turns)]]
         writer = PromptWriter(self._encode, self._thinker, merge_size=self.merge_size)
         self._write_role(writer, "SYSTEM")
         writer.text("\n".join(system) if system else self._thinker.default_system_text)
@@ -208,7 +256,7 @@ class ChatProcessor:
             suffix = "\n" + line
         writer.text(suffix)
         writer.token(self._turn_end)
-        turns = [message for message in messages if message.role != "system"]
+        writer.mark()
         last_user = max((i for i, turn in enumerate(turns) if turn.role == "user"), default=len(turns))
         for index, message in enumerate(turns):
             is_result = message.role == "tool"
@@ -223,6 +271,7 @@ class ChatProcessor:
                 self._write_parts(writer, parts, decode)
             if not (is_result and index + 1 < len(turns) and turns[index + 1].role == "tool"):
                 writer.token(self._turn_end)
+            writer.mark()
         self._write_role(writer, "ASSISTANT")
         writer.close()
         return writer
@@ -249,6 +298,8 @@ class ChatProcessor:
             elif isinstance(part, MediaPart):
                 for features in decode(part):
                     writer.media(features)
+            elif isinstance(part, TokensPart):
+                writer.tokens(part.ids)
             else:
                 writer.text(part.text)
 
@@ -308,9 +359,7 @@ class ChatProcessor:
 
     def _check_length(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
-        parts = (part for message in messages for part in message.parts)
-        num_characters = sum(part.size for part in parts if not isinstance(part, MediaPart))
-        num_characters += sum(len(tool.definition) for tool in tools)
+        num_characters = sum(map(_num_characters, messages)) + sum(len(tool.definition) for tool in tools)
         self._check_characters(num_characters, "messages")
 
     def _check_characters(self, num_characters: int, param: str) -> None:
@@ -353,6 +402,11 @@ def _split_thought(message: Message) -> tuple[str, Sequence[Part]]:
         parts[:1] = [TextPart(text=rest)] if rest else []
         thought = thought or found[1]
     return thought.strip("\n"), parts
+
+
+def _num_characters(message: Message) -> int:
+    """Of what is written of a message besides its media."""
+    return sum(part.size for part in message.parts if not isinstance(part, MediaPart))
 
 
 def _num_tokens(features: Features, merge_size: int) -> int:
@@ -406,6 +460,10 @@ def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise refuse("the conversation has no message", "messages", "send at least one")
     for message in messages:
+        is_answer = message.role == "assistant"
+        assert is_answer or not any(isinstance(part, TokensPart) for part in message.parts), (
+            "ids of an answer"
+        )
         media = [part for part in message.parts if isinstance(part, MediaPart)]
         if media and message.role != "user":
             what = f"{message.role} messages are text only, this one has {media[0].kind} input"

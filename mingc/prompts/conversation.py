@@ -31,6 +31,7 @@ class MediaPart:
         where: names the part in error messages (`messages[0].content[1].image_url.url`).
         is_base64: whether a string is the data itself, with or without a `data:` prefix.
         max_pixels: an image with more is scaled down to so many; None: only as the model requires it.
+        num_tokens: how many tokens of a prompt its features are; None: they are not known yet.
     """
 
     kind: MediaKind
@@ -38,6 +39,7 @@ class MediaPart:
     where: str
     is_base64: bool = False
     max_pixels: int | None = None
+    num_tokens: int | None = None
 
     @property
     def size(self) -> int:
@@ -70,7 +72,22 @@ class ThoughtPart:
         return len(self.text)
 
 
-Part = TextPart | MediaPart | ToolCall | ThoughtPart
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensPart:
+    """Text of an earlier answer by the token ids that the model wrote, without special tokens.
+
+    The prompt has them as they are, so that the prefix cache serves it: tokenizing their text may give other ids.
+    """
+
+    ids: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens: each has a character or, of a long one, a part of it."""
+        return len(self.ids)
+
+
+Part = TextPart | MediaPart | ToolCall | ThoughtPart | TokensPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +99,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """All text of the message, joined."""
+        """All text of the message, joined; without `TokensPart`s."""
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 
     @property

@@ -47,7 +47,7 @@ class PreparedPrompt(NamedTuple):
 
 
 class PromptWriter:
-    """Collects token ids, media spans and grids in prompt order. Call `close` before reading them.
+    """Collects token ids, media spans, grids and ends of messages in prompt order. Call `close` before reading them.
 
     `encode` gives the token ids of a text.
     """
@@ -64,6 +64,7 @@ class PromptWriter:
         self._merge_size = merge_size
         self._pending = ""
         self.ids: list[int] = []
+        self.ends: list[int] = []
         self.spans: list[MediaSpan] = []
         self.grids: list[VisionSpan] = []
         self.vision: list[VisionFeatures] = []
@@ -72,6 +73,11 @@ class PromptWriter:
     def text(self, text: str) -> None:
         """Append text."""
         self._pending += text
+
+    def mark(self) -> None:
+        """Note that a message ends here, in `ends`."""
+        self.close()
+        self.ends.append(len(self.ids))
 
     def close(self) -> None:
         """Tokenize the pending text."""
@@ -91,8 +97,12 @@ class PromptWriter:
 
     def token(self, token_id: int) -> None:
         """Append a special token."""
+        self.tokens((token_id,))
+
+    def tokens(self, ids: Sequence[int]) -> None:
+        """Append tokens as they are. The text before them and after them is tokenized separately."""
         self.close()
-        self.ids.append(token_id)
+        self.ids += ids
 
     def _patches(self, kind: MediaKind, token_id: int, length: int) -> None:
         self.spans.append(MediaSpan(kind=kind, start=len(self.ids), length=length))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import ServeError
-from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
 from mingc.prompts.tools import ToolUse
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
@@ -261,12 +261,15 @@ class AudioDelta:
         is_segment_end: whether the segment ends with this patch.
         is_capped: whether the segment ends because of its cap and not by the stop rule.
         segment_text: what is said in a segment that begins with this patch, numbers as words; the worker leaves it out.
+        text_end: on the same patch of an answer: how many characters of its text (`TextDelta` of kind `text`) are said
+            when the segment ends. What is never spoken, such as blocks of code, belongs to the segment after it.
     """
 
     samples: NDArray[np.float32]
     is_segment_end: bool = False
     is_capped: bool = False
     segment_text: str | None = None
+    text_end: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -477,6 +480,22 @@ class Service(Protocol):
         """Token ids of a text, or of a conversation's prompt with the placeholders of its media.
 
         Raises: RequestError as `answers` does; a text may exceed the context.
+        """
+        ...
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        """How many tokens of the prompt belong to each message; before them, how many are of the rest.
+
+        The sum is the length of the prompt, which may exceed the context: so a caller can leave out the oldest turns.
+        System messages at the beginning belong to the rest, and have none. Encoded media are decoded; see
+        `decode_media`.
+        """
+        ...
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """The part with its features instead of encoded bytes, so that prompts that repeat it do not decode it again.
+
+        A video loses its sound. Raises: RequestError when it cannot be decoded or exceeds a limit.
         """
         ...
 

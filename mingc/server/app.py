@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import time
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -43,7 +44,10 @@ from mingc.server.http.routes import (
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
+from mingc.server.realtime import response, route
+from mingc.server.realtime.events import error_event
 from mingc.server.state import ServerState
+from mingc.server.tracing import Traces
 from mingc.server.websocket import speech
 from mingc.server.websocket.connection import EventSocket, SessionRoute
 
@@ -52,9 +56,11 @@ log = logging.getLogger("mingc.http")
 _PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
-def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = None) -> Starlette:
+def create_app(
+    service: Service, options: ServeOptions, keys: ApiKeys | None = None, traces: Traces | None = None
+) -> Starlette:
     """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
-    state = ServerState(service=service, options=options)
+    state = ServerState(service=service, options=options, traces=traces)
     export_logs(state.metrics)
     keys = keys or ApiKeys(options.api_key_file)
     if not keys.is_required and state.key_limits.limits:
@@ -95,6 +101,9 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
     async def serve_speech(socket: EventSocket) -> None:
         await speech.SpeechSession(http, socket).serve()
 
+    async def serve_realtime(socket: EventSocket) -> None:
+        await route.RealtimeSession(http, socket).serve()
+
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     app = Starlette(
@@ -104,7 +113,20 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
                 for path, handler in HANDLERS.items()
             ),
             WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
-            Route(speech.PATH, _upgrade_required, include_in_schema=False),
+            WebSocketRoute(
+                response.PATH,
+                SessionRoute(
+                    state,
+                    serve_realtime,
+                    answer_error,
+                    error_event=error_event,
+                    check=partial(route.check_query, service.info),
+                ),
+            ),
+            *(
+                Route(path, _upgrade_required, include_in_schema=False)
+                for path in (speech.PATH, response.PATH)
+            ),
             Route(
                 "/v1/audio/voices", GenerationRoute(http, handle_add_voice, body_type=FORM), methods=["POST"]
             ),
@@ -117,7 +139,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             *_information_routes(state),
         ],
         middleware=[
-            Middleware(RequestContext, metrics=state.metrics),
+            Middleware(RequestContext, metrics=state.metrics, traces=traces),
             *_cors(options),
             Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
         ],

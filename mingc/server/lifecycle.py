@@ -140,6 +140,8 @@ async def serve_async(
     finally:
         state.is_stopping = True
         await _close(state.service, 0.0)
+        if state.traces is not None:
+            await asyncio.to_thread(state.traces.close)
 
 
 async def _close(service: Service, shutdown_timeout_s: float) -> None:

@@ -17,8 +17,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mingc.errors import printable
+from mingc.server import tracing
 from mingc.server.log_writer import LogHandler, LogStream, LogWriter
 from mingc.server.metrics import CLIENT_GONE, Metrics, route_of
+from mingc.server.tracing import Traces
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -165,14 +167,15 @@ class RepetitionLimit(logging.Filter):
 
 
 class RequestContext:
-    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line and its count.
+    """ASGI middleware: the request's id, taken from `x-request-id` or generated, its access line, count and span.
 
     A WebSocket counts as a request of status 101, and is logged at its end.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, traces: Traces | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -183,6 +186,9 @@ class RequestContext:
         # Not reset at the end: every request has a task, and its last error is logged above this layer.
         REQUEST_ID.set(request_id)
         began = time.monotonic()
+        route = route_of(scope)
+        traces = None if route in _PROBES else self._traces
+        span = None if traces is None else traces.begin(scope, route, request_id)
         status = CLIENT_GONE
 
         async def watch(message: Message) -> None:
@@ -199,7 +205,9 @@ class RequestContext:
             status = "500"  # the layer above answers with it
             raise
         finally:
-            self._metrics.count(route_of(scope), status)
+            self._metrics.count(route, status)
+            if span is not None:
+                tracing.end(span, status)
             _log_access(scope, status, time.monotonic() - began)
 
 

@@ -34,6 +34,7 @@ from mingc.runtime.request import (
     TranscriptEvent,
     Usage,
 )
+from mingc.server import tracing
 
 _Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
@@ -41,6 +42,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BETWEEN_TOKENS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_REALTIME_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STAGE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # Stages of the time to the first token and the first audio: the moments of `Done.timings_ms` at their ends.
 STAGES = {
@@ -205,6 +207,38 @@ class Metrics:
             "WebSockets that have ended, by close code (RFC 6455 §7.4): 1000 in order, 1005 without a code, 1006 the "
             "connection broke off, 1008 a limit, 1011 a bug or no pong, 1012 the server stops; `other`.",
             "code",
+        )
+        self.realtime_sessions = self._gauge("num_realtime_sessions", "Open sessions of /v1/realtime.")
+        self.realtime_turns = self._counter(
+            "realtime_turns",
+            "Turns of users of realtime sessions, by what ended them: server_vad, semantic_vad, idle_timeout, or "
+            "commit by the client.",
+            "end",
+        )
+        self.realtime_first_audio = self._histogram(
+            "realtime_first_audio_seconds",
+            "Seconds from the end of a spoken turn (`input_audio_buffer.speech_stopped`, or the client's "
+            "`response.create`) to the first audio of its response; the silence that ends a turn is before it.",
+            _REALTIME_S,
+        )
+        self.realtime_early_starts = self._counter(
+            "realtime_early_starts",
+            "Responses of realtime sessions begun in the silence that may end a turn: used (it did), dropped (the user "
+            "spoke on), refused (no place; the response began after the turn).",
+            "result",
+        )
+        self.realtime_interruptions = self._counter(
+            "realtime_interruptions",
+            "Responses of realtime sessions that were cancelled: turn_detected (the user spoke), client_cancelled.",
+            "reason",
+        )
+        self.realtime_truncated_seconds = self._counter(
+            "realtime_truncated_seconds",
+            "Seconds of speech cut by `conversation.item.truncate`, as its client had not played them.",
+        )
+        self.realtime_underruns = self._counter(
+            "realtime_underruns",
+            "Audio of realtime sessions that was sent after all audio sent before had been played.",
         )
         self._limits: dict[str, Callable[[], tuple[int, int]]] = {}
         self._limit_used = self._gauge(
@@ -394,6 +428,34 @@ class RequestTimer:
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)
+            tracing.mark_stages(event, answer)
+
+
+class Playback:
+    """Times the audio of one response of a realtime session: its first audio, and what comes too late to be heard.
+
+    A client plays from the first audio on.
+    """
+
+    def __init__(
+        self, metrics: Metrics, turn_end: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`turn_end`: when the spoken turn ended that is answered, by `clock` in seconds; None answers no speech."""
+        self._metrics = metrics
+        self._turn_end = turn_end
+        self._clock = clock
+        self._played_until: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """Record that audio of this length is sent now."""
+        now = self._clock()
+        if self._played_until is None:
+            self._played_until = now
+            if self._turn_end is not None:
+                self._metrics.realtime_first_audio.observe(now - self._turn_end)
+        elif now > self._played_until:
+            self._metrics.realtime_underruns.inc()
+        self._played_until = max(now, self._played_until) + seconds
 
 
 def route_of(scope: Scope) -> str:

@@ -13,6 +13,7 @@ from mingc.server.body_budget import BodyBudget
 from mingc.server.key_limits import KeyLimits
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
+from mingc.server.tracing import Traces
 
 Status = Literal["ready", "not_ready", "draining", "stopping"]
 
@@ -27,6 +28,7 @@ class ServerState:
 
     service: Service
     options: ServeOptions
+    traces: Traces | None = None
     metrics: Metrics = field(default_factory=Metrics)
     key_limits: KeyLimits = field(init=False)
     bodies: BodyBudget = field(init=False)

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from mingc.text.natural.segments import NaturalSegmenter
 from mingc.text.reference.live import LiveSegment, LiveSegmenter
 from mingc.text.reference.segment import iter_speech_segments
+from mingc.text.spoken_piece import SpokenPiece, places_of_parts
 from mingc.text.stream_filters import ThoughtSplitter
 
 SpeechText = Literal["natural", "reference"]
@@ -26,8 +27,8 @@ def spoken_pieces(text: str, max_length: int, rules: SpeechText) -> Iterator[str
         yield from iter_speech_segments(text, max_length)
         return
     segmenter = NaturalSegmenter(min(max_length, _MAX_UNITS), first_min_units=None)
-    yield from segmenter.push(text)
-    yield from segmenter.flush()
+    for pieces in (segmenter.push(text), segmenter.flush()):
+        yield from (piece.text for piece in pieces)
 
 
 class SpokenText:
@@ -35,6 +36,9 @@ class SpokenText:
 
     The first piece ends with the first clause that is long enough, so that speech starts early; the pieces depend on
     the text alone. Iterating over a result computes the pieces; iterate over one result before the next call.
+
+    Pieces end where the text ends that they say. What is not spoken (a thought, a block of code, blanks) belongs to the
+    piece after it; at the end of the text, to the last piece, or to none if that was complete before.
 
     Args:
         max_length: length of the longest piece, in words and ideographs.
@@ -44,6 +48,7 @@ class SpokenText:
 
     def __init__(self, max_length: int, rules: SpeechText, *, starts_early: bool = True) -> None:
         self._thoughts = ThoughtSplitter()
+        self._num_skipped = 0  # characters of the text that the segmenter has not got
         self._segmenter: NaturalSegmenter | _ReferenceSegmenter
         if rules == "reference":
             self._segmenter = _ReferenceSegmenter(max_length, starts_early=starts_early)
@@ -52,14 +57,22 @@ class SpokenText:
         else:
             self._segmenter = NaturalSegmenter(min(max_length, _MAX_UNITS), first_min_units=None)
 
-    def push(self, delta: str) -> Iterator[str]:
+    def push(self, delta: str) -> Iterator[SpokenPiece]:
         """The pieces that `delta` completes."""
-        return self._segmenter.push(self._thoughts.push(delta)[1])
+        text = self._thoughts.push(delta)[1]
+        self._num_skipped += len(delta) - len(text)
+        return self._placed(self._segmenter.push(text))
 
-    def finish(self) -> Iterator[str]:
+    def finish(self) -> Iterator[SpokenPiece]:
         """The remaining pieces, at the end of the answer or where something else than text stands."""
-        yield from self._segmenter.push(self._thoughts.flush()[1])
-        yield from self._segmenter.flush()
+        rest = self._thoughts.flush()[1]
+        self._num_skipped -= len(rest)
+        yield from self._placed(self._segmenter.push(rest))
+        yield from self._placed(self._segmenter.flush())
+
+    def _placed(self, pieces: Iterable[SpokenPiece]) -> Iterator[SpokenPiece]:
+        for text, end in pieces:
+            yield SpokenPiece(text, None if end is None else end + self._num_skipped)
 
 
 class _ReferenceSegmenter:
@@ -68,13 +81,17 @@ class _ReferenceSegmenter:
     def __init__(self, max_length: int, *, starts_early: bool) -> None:
         self._max_length = max_length
         self._segmenter = LiveSegmenter() if starts_early else LiveSegmenter(first_min_units=8)
+        self._start = 0  # of the next segment, in the text
 
-    def push(self, delta: str) -> Iterator[str]:
+    def push(self, delta: str) -> Iterator[SpokenPiece]:
         return self._pieces(self._segmenter.push(delta))
 
-    def flush(self) -> Iterator[str]:
+    def flush(self) -> Iterator[SpokenPiece]:
         return self._pieces(self._segmenter.flush())
 
-    def _pieces(self, segments: Iterable[LiveSegment]) -> Iterator[str]:
+    def _pieces(self, segments: Iterable[LiveSegment]) -> Iterator[SpokenPiece]:
         for segment in segments:
-            yield from iter_speech_segments(segment.text, self._max_length, state=segment.state)
+            pieces = list(iter_speech_segments(segment.text, self._max_length, state=segment.state))
+            for piece, place in zip(pieces, places_of_parts(segment.text, [*map(len, pieces)]), strict=False):
+                yield SpokenPiece(piece, self._start + place)
+            self._start += len(segment.text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mingc.media.decoder_pool import DecoderPool
-from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart, TokensPart
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.request import Done, Recorder, SamplingParams, TextDelta
 from mingc.runtime.service.builder import open_service
@@ -179,6 +179,33 @@ def test_the_next_turn_has_the_same_answer(services: tuple[OmniService, OmniServ
     np.testing.assert_allclose(found.logits, expected.logits, atol=ROUNDING)
 
 
+def second_turn(first: tuple[Message, ...], answer: Sequence[int]) -> tuple[Message, ...]:
+    return (
+        *first,
+        Message(role="assistant", parts=(TokensPart(ids=tuple(answer)),)),
+        *conversation(text="And?"),
+    )
+
+
+@pytest.mark.parametrize("name", ["text", "image and audio", "several chunks"])
+def test_a_conversation_finds_the_pages_of_an_answer_up_to_its_cut(
+    services: tuple[OmniService, OmniService], name: str
+) -> None:
+    """The prompt has the ids of the answer, of which the client may have heard a part."""
+    plain, cached = services
+    cached.forget_caches()
+    prompt = plain.prepare(CONVERSATIONS[name])
+    tokens = ask(cached, prompt, max_tokens=40).tokens
+    for cut in (39, 23, 1):
+        following = plain.prepare(second_turn(CONVERSATIONS[name], tokens[:cut]))
+        ids, start = following.tokens.input_ids.tolist(), prompt.tokens.num_tokens
+        assert ids[: start + cut] == [*prompt.tokens.input_ids, *tokens[:cut]]
+        expected, found = ask(plain, following), ask(cached, following)
+        assert found.cached_tokens == (start + cut) // PAGE * PAGE
+        assert found.tokens == expected.tokens
+        np.testing.assert_allclose(found.logits, expected.logits, atol=ROUNDING)
+
+
 def test_images_share_nothing(services: tuple[OmniService, OmniService]) -> None:
     """Prompts of equal ids; what comes before the image is shared."""
     plain, cached = services
@@ -245,5 +272,12 @@ def test_ranks_reuse_the_same_pages(two_rank_artifact: Path, monkeypatch: pytest
             first, again = ask(service, prompt), ask(service, prompt)
             assert again.equals(first)
             assert again.cached_tokens == full_pages(first.prompt_tokens)
+            following = service.prepare(second_turn(CONVERSATIONS[name], first.tokens[:11]))
+            found = ask(service, following)
+            assert found.cached_tokens == (first.prompt_tokens + 11) // PAGE * PAGE
+            service.forget_caches()
+            expected = ask(service, following)
+            assert (found.tokens, expected.cached_tokens) == (expected.tokens, 0)
+            np.testing.assert_allclose(found.logits, expected.logits, atol=ROUNDING)
     finally:
         asyncio.run(service.close(shutdown_timeout_s=1.0))

@@ -89,6 +89,21 @@ def test_no_call_is_made_against_the_bias_when_none_is_chosen(openai: OpenAI) ->
     assert choice.message.tool_calls is None and choice.finish_reason in ("stop", "length")
 
 
+def test_no_call_is_made_against_the_bias_when_only_the_history_has_one(openai: OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    fields: dict[str, Any] = {"messages": messages, "logit_bias": CALL, "max_tokens": 20}
+    given = arguments(**fields)
+    for name in ("tools", "parallel_tool_calls"):
+        del given[name]
+    message = openai.chat.completions.create(**given).choices[0].message
+    assert message.tool_calls is None and "<tool_call>" not in str(message.content)
+
+
 def test_several_calls_and_log_probabilities_of_their_tokens(openai: OpenAI) -> None:
     fields = {"tool_choice": "required", "parallel_tool_calls": True, "logprobs": True, "max_tokens": 140}
     answer = openai.chat.completions.create(**arguments(**fields))

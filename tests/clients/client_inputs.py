@@ -9,13 +9,27 @@ import sys
 import wave
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 ANSWER = "It is 18 °C at noon."
+CHUNK_S = 0.04  # of sound that a microphone sends at once
+# A function in the form of realtime sessions, which a model that has to call it can write.
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Genève", "Zürich"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, base64.
+    """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, `turns`: see `first_turn`; all base64.
 
     `tools_url`: the same of a model that answers a conversation with tools by the text `One moment.` and two calls,
     `get_weather` with a city and `get_time` with a zone, and one that ends with results by `ANSWER`.
@@ -28,6 +42,16 @@ class Inputs:
     voice: str
     image: str
     clip: str
+    turns: list[str]
+
+    @property
+    def first_turn(self) -> bytes:
+        """A spoken sentence and the silence after it: 16-bit samples, mono, 24 kHz."""
+        return base64.b64decode(self.turns[0])
+
+    @property
+    def second_turn(self) -> bytes:
+        return base64.b64decode(self.turns[1])
 
     @staticmethod
     def check_wav(data: str) -> None:

@@ -24,6 +24,7 @@ import soundfile
 from eager_export import export_eager
 from mingc_command import REPOSITORY, serving
 from PIL import Image
+from realtime_client import speech
 from scripted_model import scripted_service
 from server_thread import run_server
 
@@ -36,6 +37,10 @@ CLIENTS = {
     "openai_node.mjs": ["openai"],
     "ai_sdk.mjs": ["ai", "@ai-sdk/openai-compatible"],
     "browser.mjs": ["openai", "playwright-core"],
+    "realtime_openai.py": ["openai[realtime]"],
+    "realtime_livekit.py": ["livekit-agents", "livekit-plugins-openai"],
+    "realtime_pipecat.py": ["pipecat-ai"],
+    "realtime_agents.mjs": ["@openai/agents-realtime", "zod"],
 }
 _KEY = "key-of-the-client-tests"
 _OUTSIDE = {
@@ -75,6 +80,7 @@ def main() -> None:
                 "voice": "DB30",
                 "image": _picture(),
                 "clip": _clip(),
+                "turns": _turns(),
             }
         )
         for name in clients:
@@ -122,6 +128,12 @@ def _clip() -> str:
     seconds = np.arange(16000) / 16000
     soundfile.write(file, 0.3 * np.sin(2 * np.pi * 220 * seconds), 16000, format="WAV", subtype="PCM_16")
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _turns() -> list[str]:
+    """The first two sentences of the recording of the tests, each with the silence that ends a turn."""
+    turns = (speech(start_s, end_s, silence_s=1.0) for start_s, end_s in ((0.2, 2.4), (2.8, 4.8)))
+    return [base64.b64encode(each).decode() for each in turns]
 
 
 if __name__ == "__main__":

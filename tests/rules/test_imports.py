@@ -285,11 +285,21 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.server",
     ),
     "mingc.server.websocket": ("mingc.errors", "mingc.runtime", "mingc.server", "mingc.server.http"),
+    "mingc.server.realtime": (
+        "mingc.errors",
+        "mingc.media",
+        "mingc.prompts",
+        "mingc.runtime",
+        "mingc.server",
+        "mingc.server.http",
+        "mingc.server.websocket",
+    ),
     "mingc.server.app": (
         "mingc.errors",
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
+        "mingc.server.realtime",
         "mingc.server.websocket",
     ),
     "mingc.verify": (
@@ -650,6 +660,13 @@ def import_all(package: str) -> str:
 
 def within(names: set[str], package: str) -> set[str]:
     return {name for name in names if name == package or name.startswith(package + ".")}
+
+
+def test_a_server_without_traces_loads_no_opentelemetry() -> None:
+    names = modules_after(
+        "import mingc.server.app; assert mingc.server.app.Traces.from_environment() is None"
+    )
+    assert not within(names, "opentelemetry") and "mingc.server.tracing" in names
 
 
 def test_schedulers_load_without_torch() -> None:

@@ -138,6 +138,22 @@ def test_the_next_turn_of_a_chat_computes_its_new_tokens_only(way: dict[str, Any
         assert ask(loop, following) == second
 
 
+def test_a_stopped_answer_is_cached_whole_and_can_be_cut_anywhere(way: dict[str, Any]) -> None:
+    """Its last token, too, fills a page: the step that sampled the stop token has computed its row."""
+    ids = [*SYSTEM, 30, 31, 32, 33]
+    with running(is_cached=False, **way) as loop:
+        whole = ask(loop, text(ids), max_tokens=40).tokens
+        length = next(n for n in range(2, 40) if (len(ids) + n) % PAGE == 0 and whole[n] not in whole[:n])
+        answer, stop = whole[:length], whole[length]
+        following = [text([*ids, *answer[:cut], stop, 200, 201]) for cut in range(length + 1)]
+        expected = [ask(loop, each) for each in following]
+    for cut, (prompt, wanted) in enumerate(zip(following, expected, strict=True)):
+        with running(is_cached=True, **way) as loop:
+            assert ask(loop, text(ids), max_tokens=40, stop_token_ids=(stop,)).tokens == answer
+            found = ask(loop, prompt)
+        assert (found, found.reused) == (wanted, (len(ids) + cut) // PAGE * PAGE)
+
+
 def test_rope_positions_are_part_of_a_page() -> None:
     """The same tokens at other positions, as behind media of another size, share nothing."""
     ids = [*SYSTEM, 30, 31]

@@ -35,7 +35,7 @@ from mingc.runtime.request import MemoryUse, ServiceLoad
 from mingc.server.app import create_app
 from mingc.server.audio_format import AudioSpec, ClipEncoder
 from mingc.server.logs import RequestContext
-from mingc.server.metrics import Metrics, describe_metrics
+from mingc.server.metrics import Metrics, Playback, describe_metrics
 from mingc.server.options import ServeOptions
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -241,7 +241,8 @@ def test_media_reach_the_service(client: Client) -> None:
 
 @pytest.mark.parametrize(("audio_format", "kind"), [("wav", "audio/wav"), ("pcm", "audio/pcm;rate=24000;channels=1"),
                                                     ("flac", "audio/flac"), ("mp3", "audio/mpeg"),
-                                                    ("opus", "audio/ogg"), ("aac", "audio/aac")])  # fmt: skip
+                                                    ("opus", "audio/ogg"), ("aac", "audio/aac"),
+                                                    ("pcmu", "audio/PCMU"), ("pcma", "audio/PCMA")])  # fmt: skip
 def test_speech(client: Client, audio_format: str, kind: str) -> None:
     whole = client.speak(response_format=audio_format, voice="Lina", seed=4, stream=False)
     assert (whole.status_code, whole.headers["content-type"]) == (200, kind)
@@ -551,7 +552,7 @@ def test_counters_of_the_engines_follow_their_load() -> None:
         return {
             name: float(value)
             for name, value in lines
-            if any(part in name for part in ("_prefi", "preempt", "underruns", "encoder_cache"))
+            if any(part in name for part in ("_prefi", "preempt", "speech_underruns", "encoder_cache"))
             and "_created" not in name
         }
 
@@ -605,6 +606,34 @@ def test_memory_is_exported_by_owner_and_device() -> None:
         f'mingc_memory_bytes{{device="{device}",owner="{owner}"}} {count:.1f}'
         for device, owner, count in uses
     ]
+
+
+@pytest.mark.parametrize(
+    ("turn_end", "sent", "first_s", "num_underruns"),
+    [
+        (
+            10.0,
+            [(10.25, 0.32), (10.5, 0.32), (10.8, 0.32)],
+            0.25,
+            0,
+        ),  # ahead of playback, which ends at 11.21
+        (10.0, [(10.25, 0.25), (10.5, 0.25), (10.75, 0.25)], 0.25, 0),  # just in time
+        (None, [(3.0, 0.25), (3.5, 0.25), (3.7, 0.25), (4.25, 0.25)], None, 2),  # a gap delays what follows
+        (1.0, [(2.0, 0.25), (9.0, 0.25)], 1.0, 1),
+    ],
+)
+def test_audio_of_a_realtime_response_is_late_if_everything_before_was_played(
+    turn_end: float | None, sent: list[tuple[float, float]], first_s: float | None, num_underruns: int
+) -> None:
+    metrics = Metrics()
+    moments = iter([moment for moment, _ in sent])
+    playback = Playback(metrics, turn_end, clock=lambda: next(moments))
+    for _, seconds in sent:
+        playback.add(seconds)
+    samples = {each.name: each.value for each in metrics.samples(ServiceLoad()) if not each.labels}
+    assert samples["mingc_realtime_underruns_total"] == num_underruns
+    assert samples["mingc_realtime_first_audio_seconds_count"] == (first_s is not None)
+    assert samples["mingc_realtime_first_audio_seconds_sum"] == (first_s or 0)
 
 
 @pytest.mark.parametrize(

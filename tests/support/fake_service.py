@@ -131,9 +131,7 @@ class FakeService:
                 self._check_voice(request.speech, "audio.")
             parts = [part for message in request.messages if message.role == "user" for part in message.parts]
             text = " ".join(part.text for part in parts if isinstance(part, TextPart))
-            media = [
-                f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)
-            ]
+            media = [f"{part.kind} of {part.size} bytes" for part in parts if isinstance(part, MediaPart)]
             is_spoken = request.speech is not None
         else:
             self.completions.append(request)
@@ -187,6 +185,18 @@ class FakeService:
             self.chats.append(prompt)
             prompt = " ".join(message.text for message in prompt.messages)
         return self.tokenizer.encode_plain(prompt)
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        return [7, *(len(message.prompt_text) + len(message.parts) for message in request.messages)]
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """Decodes sound, as the real service does; the rest stays as it is."""
+        if part.kind != "audio":
+            return part
+        assert isinstance(part.data, bytes | memoryview)
+        task = MediaTask(kind="audio", where=part.where, max_bytes=1 << 30, audio=audio_parameters())
+        features = await asyncio.to_thread(InProcessDecoder().run, task, part.data)
+        return replace(part, data=features, num_tokens=getattr(features, "num_tokens", None))
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
@@ -286,7 +296,9 @@ class FakeService:
         self.ends[name] = "cancelled"
         try:
             num_text = sum(isinstance(event, TextDelta) for event in events)
-            patches = [patch(i) for i in range(NUM_PATCHES)] if spoken else []
+            length = sum(len(event.text) for event in events if isinstance(event, TextDelta))
+            ends = [length * (i + 1) // NUM_PATCHES for i in range(NUM_PATCHES)]
+            patches = [replace(patch(i), text_end=ends[i]) for i in range(NUM_PATCHES)] if spoken else []
             for index, event in enumerate([*events, *patches]):
                 if index == 2 and "fail midway" in text:
                     raise WorkerError("rank 1 died midway")
@@ -296,7 +308,7 @@ class FakeService:
                 await asyncio.sleep(0)
             while "endless" in text:
                 await self._sleep(0.01)
-                yield patch(0) if spoken else TextDelta(text=" more")
+                yield replace(patch(0), text_end=length) if spoken else TextDelta(text=" more")
             if "wait" in text:
                 await self._sleep(60.0)
             self.ends[name] = "done"

@@ -17,10 +17,13 @@ from mingc.runtime.request import Service
 from mingc.server.app import create_app
 from mingc.server.lifecycle import serve_async
 from mingc.server.options import ServeOptions
+from mingc.server.tracing import Traces
 
 
 @contextmanager
-def run_server(make_service: Callable[[], Service], options: ServeOptions | None = None) -> Iterator[str]:
+def run_server(
+    make_service: Callable[[], Service], options: ServeOptions | None = None, traces: Traces | None = None
+) -> Iterator[str]:
     """Yields the base URL (`http://127.0.0.1:port`); the server is shut down on exit."""
     urls: Queue[str | BaseException] = Queue()
     stops: Queue[Callable[[], object]] = Queue()
@@ -29,7 +32,8 @@ def run_server(make_service: Callable[[], Service], options: ServeOptions | None
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         stops.put(lambda: loop.call_soon_threadsafe(stop.set))
-        app = create_app(make_service(), options or ServeOptions(port=0, shutdown_timeout_s=0.2))
+        options_ = options or ServeOptions(port=0, shutdown_timeout_s=0.2)
+        app = create_app(make_service(), options_, traces=traces)
         await serve_async(app, announce=urls.put, stop=stop)
 
     def run() -> None:

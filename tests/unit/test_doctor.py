@@ -27,7 +27,7 @@ from mingc.host import machine as host
 from mingc.host.machine import Gpu
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("serve", "sign", "bundle", "export", "onnx", "tensorrt")
+EXTRAS = ("serve", "trace", "sign", "bundle", "export", "onnx", "tensorrt")
 GIB = 1 << 30
 
 

@@ -42,6 +42,7 @@ from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
+from mingc.text.spoken_piece import SpokenPiece
 
 
 def test_a_moment_is_that_of_its_first_mark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +77,8 @@ class FakeSpeechStream:
     def __init__(self) -> None:
         self.texts: list[str] = []
 
-    def enqueue(self, texts: Iterable[str]) -> None:
-        self.texts += texts
+    def enqueue(self, pieces: Iterable[SpokenPiece]) -> None:
+        self.texts += [piece.text for piece in pieces]
 
     @property
     def num_patches(self) -> int:
@@ -423,7 +424,7 @@ def speech_stream(
         noise=PhiloxNoise(4),
         max_pending_patches=max_pending_patches,
     )
-    stream.enqueue(texts)
+    stream.enqueue(map(SpokenPiece, texts))
     return stream, items, talker
 
 
@@ -455,16 +456,17 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
 def test_the_first_patch_of_a_segment_has_its_text() -> None:
     stream, _, _ = speech_stream(["One.", "Two."])
     ends = [False, True, True, True]
-    stream.enqueue(["Three."])
+    stream.enqueue([SpokenPiece("Three.", 15)])
     patches = [stream.consume(patch(is_segment_end=is_end)) for is_end in ends]
     assert [each.segment_text for each in patches] == ["One.", None, "Two.", "Three."]
+    assert [each.text_end for each in patches] == [None, None, None, 15]
     assert [each.is_segment_end for each in patches] == ends
 
 
 def test_the_first_segment_is_timed_once() -> None:
     stream, _, _ = speech_stream(["One."])
     first = stream.first_segment_at
-    stream.enqueue(["Two."])
+    stream.enqueue([SpokenPiece("Two.")])
     assert stream.first_segment_at == first is not None
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingc.text.spoken import SpokenText, spoken_pieces
+from mingc.text.spoken import SPEECH_TEXTS, SpeechText, SpokenText, spoken_pieces
+from mingc.text.spoken_piece import SpokenPiece
 
 DATA = Path(__file__).parents[1] / "data"
 # Readings by a person who did not write the rules: language, kind, text, and all readings that are right.
@@ -44,9 +45,15 @@ def read(text: str) -> str:
     return " ".join(spoken_pieces(text, 50, "natural"))
 
 
-def live_pieces(parts: Iterable[str]) -> list[str]:
-    live = SpokenText(50, "natural")
+def pieces_of(
+    parts: Iterable[str], rules: SpeechText = "natural", *, starts_early: bool = True
+) -> list[SpokenPiece]:
+    live = SpokenText(50, rules, starts_early=starts_early)
     return [piece for part in parts for piece in live.push(part)] + list(live.finish())
+
+
+def live_pieces(parts: Iterable[str], *, starts_early: bool = True) -> list[str]:
+    return [piece.text for piece in pieces_of(parts, starts_early=starts_early)]
 
 
 def words(pieces: list[str]) -> list[str]:
@@ -175,11 +182,41 @@ def test_hostile_texts_are_read_in_parts(text: str) -> None:
 
 def test_speech_begins_with_the_first_clause_of_four_units() -> None:
     live = SpokenText(50, "natural")
-    assert list(live.push("Well, let me think about it, and ")) == ["Well, let me think about it,"]
-    assert list(live.push("then, after all of that, talk ")) == [], (
-        "only the first segment ends with a clause"
-    )
-    assert list(live.finish()) == ["and then, after all of that, talk"]
+    first, rest = "Well, let me think about it,", " and then, after all of that, talk "
+    assert list(live.push(first + rest[:5])) == [(first, len(first))]
+    assert list(live.push(rest[5:])) == [], "only the first segment ends with a clause"
+    assert list(live.finish()) == [(rest.strip(), len(first + rest))]
+
+
+@given(deltas(), st.sampled_from(SPEECH_TEXTS), st.sampled_from(["", "<think>Well.\n Hm.</think>\n\n"]))
+def test_pieces_say_where_they_end_in_the_text(parts: list[str], rules: SpeechText, thought: str) -> None:
+    text = thought + "".join(parts)
+    pieces = pieces_of([*thought, *parts], rules)
+    assert rules == "reference" or pieces == pieces_of([text]), "wherever the text is cut"
+    ends = [piece.end for piece in pieces]
+    assert None not in ends and ends == sorted(ends, key=lambda end: end or 0)
+    assert not list(spoken_pieces(text[ends[-1] or 0 :], 50, rules)), "what is left has nothing to say"
+    assert len(thought) < (ends[0] or 0)
+    assert "Hm" not in live_pieces([text])[0]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *(f"He said it. {text}\n\nSo did she." for text in TEXTS)])
+def test_a_piece_says_its_part_of_the_text(text: str) -> None:
+    """Every part is read alone as it is read within the text, also its numbers and markup."""
+    start = 0
+    for piece in pieces_of([text]):
+        part = text[start : piece.end]
+        assert words([read(part)]) == words([piece.text]), part
+        start = piece.end or 0
+    assert not text[start:].strip() or not read(text[start:])
+
+
+def test_parts_of_a_clause_that_is_too_long_end_between_its_words() -> None:
+    """Such as a number whose words are more than a segment holds: their places are estimates."""
+    text = "The number " + "7" * 30 + " and the code " + "8" * 30 + " are both long."
+    first, last = pieces_of([text])
+    assert text[: first.end].endswith((" and ", " the ", " code "))
+    assert last.end == len(text)
 
 
 @pytest.mark.parametrize("starts_early", [True, False])
@@ -188,8 +225,7 @@ def test_pieces_do_not_depend_on_where_the_text_is_cut(starts_early: bool) -> No
     whole = list(spoken_pieces(text, 50, "natural"))
 
     def pieces(*parts: str) -> list[str]:
-        live = SpokenText(50, "natural", starts_early=starts_early)
-        return [piece for part in parts for piece in live.push(part)] + list(live.finish())
+        return live_pieces(parts, starts_early=starts_early)
 
     assert (pieces(text) == whole) is not starts_early, "only then the first clause is a piece"
     assert pieces(*text) == pieces(text)

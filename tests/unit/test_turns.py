@@ -65,9 +65,9 @@ def test_a_reset_ends_a_turn_without_an_event() -> None:
     detector = TurnDetector(RULES)
     for each in [0.9] * 4:
         detector.push(each)
-    detector.reset()
-    assert detector.finish() == [] and detector.needed_from_ms == 128
-    assert [detector.push(0.9) for _ in range(2)] == [[], [TurnStart(128)]]
+    detector.reset(140)
+    assert detector.finish() == [] and detector.needed_from_ms == 140
+    assert [detector.push(0.9) for _ in range(2)] == [[], [TurnStart(140)]]
 
 
 def test_a_long_turn_is_cut_where_speech_is_least_probable() -> None:

@@ -83,3 +83,37 @@ def resample(wave: NDArray[np.float32], source_hz: int, target_hz: int) -> NDArr
             total += samples * filter_.taps[phase, tap]
         output[:, phase] = total
     return output.reshape(-1)[: resampled_length(len(wave), source_hz, target_hz)]
+
+
+class FrameResampler:
+    """Resamples a stream frame by frame: each frame is there as soon as its samples are, however they arrive.
+
+    Its filter is that of `resample`, behind which it is late by half a filter (0.4 ms from 24 to 16 kHz).
+    """
+
+    def __init__(self, source_hz: int, target_hz: int, frame_samples: int) -> None:
+        """`frame_samples` at `target_hz` must be whole periods of the filter."""
+        filter_ = _filter(source_hz, target_hz)
+        assert frame_samples % filter_.up == 0
+        self._frame = frame_samples // filter_.up * filter_.down
+        self._down = filter_.down
+        shifts = filter_.first - filter_.first.min()
+        self._taps = np.zeros((filter_.taps.shape[1] + int(shifts.max()), filter_.up), np.float32)
+        for phase, shift in enumerate(shifts):
+            self._taps[shift : shift + filter_.taps.shape[1], phase] = filter_.taps[phase]
+        self._rest = np.zeros(len(self._taps) - filter_.down, np.float32)
+
+    def push(self, samples: NDArray[np.float32], *, last: bool = False) -> NDArray[np.float32]:
+        """The frames that `samples` (n,) complete; silence completes the last one."""
+        buffer = np.concatenate([self._rest, samples])
+        history = len(self._taps) - self._down
+        if last:
+            buffer = np.pad(buffer, (0, -(len(buffer) - history) % self._frame))
+        frame, size = self._frame, buffer.itemsize
+        starts = range(0, (len(buffer) - history) // frame * frame, frame)
+        shape, strides = (frame // self._down, len(self._taps)), (size * self._down, size)
+        # One product for each frame, so that its bits do not depend on the others.
+        windows = (np.ndarray(shape, np.float32, buffer, size * start, strides) for start in starts)
+        found = [(each @ self._taps).reshape(-1) for each in windows]
+        self._rest = buffer[len(found) * frame :].copy()
+        return np.concatenate(found) if found else np.zeros(0, np.float32)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
-from mingc.prompts.conversation import Message, VideoParams
+from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import SpeechSegment
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
@@ -57,6 +57,7 @@ from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
+from mingc.text.spoken_piece import SpokenPiece
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
@@ -237,7 +238,7 @@ class OmniService:
         use, tokens = request.tools, self._chat_pipeline().processor.tool_tokens
         has_tools = use.tools or any(message.has_tools for message in request.messages)
         sampling = request.sampling
-        if use.tools and tokens is not None:
+        if has_tools and tokens is not None:
             sampling = tool_sampling(sampling, use, tokens, thinking=request.thinking)
         return self._answers(
             lambda: self._prepare(request),
@@ -270,6 +271,21 @@ class OmniService:
         prepared = await self._offload(lambda: self._prepare(prompt))
         tokens: list[int] = prepared.tokens.input_ids.tolist()
         return tokens
+
+    async def count_tokens(self, request: ChatRequest) -> Sequence[int]:
+        """See `Service`."""
+        count = self._chat_pipeline().processor.count
+        return await self._offload(
+            lambda: count(
+                request.messages, tools=request.tools.tools, video=request.video, thinking=request.thinking
+            )
+        )
+
+    async def decode_media(self, part: MediaPart) -> MediaPart:
+        """See `Service`."""
+        processor = self._chat_pipeline().processor
+        with self._begin(is_chat=True):
+            return await self._offload(lambda: processor.decode(part))
 
     async def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
         """Events of a transcript. See `Service`.
@@ -464,7 +480,7 @@ class OmniService:
         speech = self._speech_pipeline()
         pieces = spoken_pieces(request.text, speech.max_segment_length, speech_text or speech.speech_text)
         return self.speak(
-            pieces,
+            map(SpokenPiece, pieces),
             request.speech,
             noise,
             is_live=request.is_live,
@@ -474,7 +490,7 @@ class OmniService:
 
     async def speak(
         self,
-        pieces: Iterable[str],
+        pieces: Iterable[SpokenPiece],
         params: SpeechParams,
         noise: NoiseSource | None = None,
         *,
@@ -482,7 +498,7 @@ class OmniService:
         priority: int = 0,
         recorder: Recorder | None = None,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of normalised pieces of text, one segment each. Another thread reads `pieces`."""
+        """Events of the speech of pieces of text, one segment each. Another thread reads `pieces`."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -575,7 +591,7 @@ class OmniService:
                     failure = error
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
-            async def speak(pieces: Iterable[str], num_characters: int) -> None:
+            async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
                 if num_characters <= _SPOKEN_INLINE:
                     speech_stream.enqueue(pieces)
                 else:

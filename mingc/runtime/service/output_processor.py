@@ -32,6 +32,7 @@ from mingc.runtime.service.tool_calls import CallParser
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpokenText
+from mingc.text.spoken_piece import SpokenPiece
 from mingc.text.stream_filters import SpaceAroundCalls, StopStrings, ThoughtSplitter
 
 
@@ -127,7 +128,7 @@ class SpeechStream:
         self._limit = max_pending_patches
         self.num_segments = 0
         self._num_ended = 0
-        self._texts: deque[str] = deque()  # of the segments that have not begun
+        self._pieces: deque[SpokenPiece] = deque()  # of the segments that have not begun
         self._has_begun = False  # whether some but not all patches of a segment are consumed
         self.num_patches = 0
         self.num_samples = 0
@@ -148,12 +149,12 @@ class SpeechStream:
         """Whether all enqueued segments have been generated."""
         return self._num_ended == self.num_segments
 
-    def enqueue(self, texts: Iterable[str]) -> None:
-        """Queue normalised pieces of text after the segments already queued."""
-        for text in texts:
-            segment = self._planner.segment(text, self.num_segments, self._params, self._noise)
+    def enqueue(self, pieces: Iterable[SpokenPiece]) -> None:
+        """Queue pieces of text after the segments already queued."""
+        for piece in pieces:
+            segment = self._planner.segment(piece.text, self.num_segments, self._params, self._noise)
             self.num_segments += 1
-            self._texts.append(text)
+            self._pieces.append(piece)
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
@@ -169,7 +170,10 @@ class SpeechStream:
         if self._request_stream.resumes_below(self._limit):
             self._loop.wake()
         has_begun, self._has_begun = self._has_begun, not patch.is_segment_end
-        return patch if has_begun else replace(patch, segment_text=self._texts.popleft())
+        if has_begun:
+            return patch
+        piece = self._pieces.popleft()
+        return replace(patch, segment_text=piece.text, text_end=piece.end)
 
     def close(self) -> None:
         self._loop.cancel(self._stream)
@@ -336,7 +340,7 @@ class ChatOutputProcessor:
         """See `StopStrings.push`. Does not search the text of the first `min_tokens` tokens."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
-    def _speak(self, pieces: Iterable[str]) -> None:
+    def _speak(self, pieces: Iterable[SpokenPiece]) -> None:
         assert self._speech_stream is not None, "text is spoken into a stream"
         self._speech_stream.enqueue(pieces)
 

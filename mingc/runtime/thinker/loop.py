@@ -455,7 +455,7 @@ class ThinkerLoop(EngineThread):
             return
         if token in running.row.stop_ids:
             running.emit_token(None, "stop")
-            self._remove(request)
+            self._remove(request, is_stopped=True)
             return
         is_complete = False
         if running.matcher is not None:
@@ -479,25 +479,30 @@ class ThinkerLoop(EngineThread):
         pool = self.scheduler.pool
         return np.array(pool.pages(request)[: pool.pages_for(num_tokens)], dtype=np.int64)
 
-    def _remove(self, request: int) -> None:
-        keys = self._written_keys(request)
+    def _remove(self, request: int, *, is_stopped: bool = False) -> None:
+        keys = self._written_keys(request, is_stopped=is_stopped)
         with self._lock:
             self.scheduler.publish(request, keys)
             self.scheduler.remove(request)
             self._slots.free(request)
             self._requests.pop(request, None)
 
-    def _written_keys(self, request: int) -> Sequence[bytes]:
+    def _written_keys(self, request: int, *, is_stopped: bool) -> Sequence[bytes]:
         """Keys of the full pages of a prompt and its answer, with which the next turn of the chat begins.
 
-        The last token is not included: it is sampled, but the step that computes its row may not have run.
+        The row of the last token is computed by the step that samples the token after it: one that `is_stopped`, or one
+        that is launched.
         """
         running = self._requests.get(request)
-        if self._prefix_salt is None or running is None or running.keys is None or len(running.answer) < 2:
+        if self._prefix_salt is None or running is None or running.keys is None:
+            return ()
+        has_last = is_stopped or running.pending > 0
+        written = running.answer if has_last else running.answer[:-1]
+        if not written:
             return ()
         return answer_keys(
             running.prompt,
-            running.answer[:-1],
+            written,
             page_size=self.scheduler.pool.page_size,
             salt=self._prefix_salt,
             known=running.keys,

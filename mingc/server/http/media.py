@@ -85,16 +85,14 @@ class MediaLoader:
             source = source.strip()
         scheme = _SCHEME.match(source[:64])
         name = scheme.group(1).lower() if scheme else ""
-        if name == "data":
-            data = await self._decode_data_url(media, source, max_bytes)
-        elif media.is_base64:
-            data = await self._decode_base64(source, 0, media, max_bytes)
+        if name == "data" or media.is_base64:
+            data = await self._decode(media, source, max_bytes)
         elif name and isinstance(source, LongString):
             _refuse(media, f"{_shown(source)} is too long for a URL", "invalid_value")
         elif name in _DEFAULT_PORTS:
             data = await self._fetch(media, source, max_bytes)
         elif name == "" and self._is_bare_base64(source):
-            data = await self._decode_base64(source, 0, media, max_bytes)
+            data = await self._decode(media, source, max_bytes)
         elif name in ("", "file"):
             data = await asyncio.to_thread(self._read_file, media, source, max_bytes)
         else:
@@ -102,6 +100,12 @@ class MediaLoader:
         if not data:
             _refuse(media, f"The {media.kind} holds no bytes", "empty_media")
         return data
+
+    async def _decode(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
+        """Decode base64 or a data URL: a long one on a thread."""
+        if isinstance(source, LongString):
+            return await asyncio.to_thread(decode_data, media, source, max_bytes, self._max_bytes)
+        return decode_data(media, source, max_bytes, self._max_bytes)
 
     def _is_bare_base64(self, source: str) -> bool:
         """Whether a source without a scheme is base64; a path wins if its name exists under the media root."""
@@ -114,32 +118,6 @@ class MediaLoader:
         # compared by name only: nothing outside the root is looked up
         path = Path(os.path.normpath(self._root / source))
         return not (path.is_relative_to(self._root) and os.path.lexists(path))
-
-    async def _decode_data_url(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
-        """Decode a data URL, whatever its type says: decoders detect formats from the bytes."""
-        header, comma, _ = source.partition(",")
-        if not comma or header.lower().rpartition(";")[2].strip() != "base64":
-            _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
-        start = len(header) + 1
-        if isinstance(source, LongString):  # its header may have escaped slashes
-            start = bytes(source.data[:1024]).index(b",") + 1
-        return await self._decode_base64(source, start, media, max_bytes)
-
-    async def _decode_base64(self, source: str, start: int, media: MediaPart, max_bytes: int) -> memoryview:
-        """Decode the base64 in `source` from `start` on."""
-        size = len(source.data if isinstance(source, LongString) else source) - start
-        if size * 3 // 4 > max_bytes + 3:
-            self._too_large(media)
-        try:
-            if isinstance(source, LongString):
-                data = await asyncio.to_thread(decode_base64, source.data[start:], is_escaped=True)
-            else:
-                data = decode_base64(memoryview(source.encode("ascii")[start:]), is_escaped=False)
-        except (binascii.Error, UnicodeEncodeError) as error:
-            _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
-        if len(data) > max_bytes:
-            self._too_large(media)
-        return data
 
     async def _fetch(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
         try:
@@ -282,6 +260,38 @@ class MediaLoader:
 
     def _too_large(self, media: MediaPart) -> NoReturn:
         raise _too_large(media, "The media of this request are", self._max_bytes)
+
+
+def decode_data(media: MediaPart, source: str, max_bytes: int, limit: int | None = None) -> memoryview:
+    """Decode base64 or a data URL, whatever its type says: decoders detect formats from the bytes.
+
+    `limit`: what an error calls the limit, if `max_bytes` is what is left of it. May be called from any thread, which
+    holds Python's lock for 2 ms at a time.
+
+    Raises: RequestError.
+    """
+    start = 0
+    if source[:64].lstrip()[:5].lower() == "data:":
+        header, comma, _ = source.partition(",")
+        if not comma or header.lower().rpartition(";")[2].strip() != "base64":
+            _refuse(media, "A data URL must read 'data:<type>;base64,<data>'", "invalid_data_url")
+        start = len(header) + 1
+        if isinstance(source, LongString):  # its header may have escaped slashes
+            start = bytes(source.data[:1024]).index(b",") + 1
+    size = len(source.data if isinstance(source, LongString) else source) - start
+    limit = max_bytes if limit is None else limit
+    if size * 3 // 4 > max_bytes + 3:
+        raise _too_large(media, "The media of this request are", limit)
+    try:
+        if isinstance(source, LongString):
+            data = decode_base64(source.data[start:], is_escaped=True)
+        else:
+            data = decode_base64(memoryview(source.encode("ascii")[start:]), is_escaped=False)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
+    if len(data) > max_bytes:
+        raise _too_large(media, "The media of this request are", limit)
+    return data
 
 
 def _too_large(media: MediaPart, what: str, max_bytes: int) -> RequestError:

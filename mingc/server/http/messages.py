@@ -97,7 +97,7 @@ def _inject(messages: list[Message], body: ChatBody, info: ServiceInfo) -> list[
 def _media_list(
     sources: Sequence[str] | None, name: str, kind: MediaKind, info: ServiceInfo
 ) -> list[MediaPart]:
-    return [_media(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources or ())]
+    return [media_part(kind, source, f"{name}[{i}]", info) for i, source in enumerate(sources or ())]
 
 
 def _message(message: MessageBody, param: str, info: ServiceInfo) -> Message:
@@ -185,21 +185,22 @@ def _part(part: ContentPart, param: str, role: Role, info: ServiceInfo) -> Part 
                 as_integer(url.max_pixels, f"{param}.image_url.max_pixels"),
                 LOW_DETAIL_PIXELS if url.detail == "low" else None,
             )
-            image = _media("image", url.url, f"{param}.image_url.url", info)
+            image = media_part("image", url.url, f"{param}.image_url.url", info)
             return replace(image, max_pixels=limit)
         case AudioUrlContent(audio_url=url):
-            return _media("audio", url.url, f"{param}.audio_url.url", info)
+            return media_part("audio", url.url, f"{param}.audio_url.url", info)
         case VideoContent(video_url=url):
-            return _media("video", url.url, f"{param}.video_url.url", info)
+            return media_part("video", url.url, f"{param}.video_url.url", info)
         case AudioContent(input_audio=audio):
-            return _media("audio", audio.data, f"{param}.input_audio.data", info, is_base64=True)
+            return media_part("audio", audio.data, f"{param}.input_audio.data", info, is_base64=True)
         case _:
             return None
 
 
-def _media(
+def media_part(
     kind: MediaKind, source: str, param: str, info: ServiceInfo, *, is_base64: bool = False
 ) -> MediaPart:
+    """A medium as the client sent it. Raises: RequestError if the artifact does not take its kind."""
     able = {"image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
     if not able[kind]:
         can = ", ".join(["text", *(name for name, yes in able.items() if yes)])

@@ -36,6 +36,7 @@ from mingc.runtime.request import (
     TranscriptSegment,
 )
 from mingc.runtime.voices import VoiceSample
+from mingc.server import tracing
 from mingc.server.audio_format import AudioSpec
 from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
@@ -226,6 +227,7 @@ class GenerationRoute:
             if not response.is_started:
                 raise public_error(error) from error
             # the status was sent: an event stream can still report the error, raw audio can only break off
+            tracing.fail(error)
             log.warning("%s: stream ended by %s", route, type(error).__name__)
             self._state.server.metrics.stream_errors.labels(route).inc()
             if response.is_sse:

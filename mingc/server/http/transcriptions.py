@@ -137,7 +137,7 @@ def parse_transcription(
                 temperature=body.temperature or 0.0,
                 num_logprobs=0 if body.include or format_ == "verbose_json" else None,
             ),
-            language=_language(body.language),
+            language=language_name(body.language),
             topic=body.prompt or "",
             keywords=tuple(body.keywords or ()),
             rules=rules,
@@ -148,7 +148,7 @@ def parse_transcription(
     )
 
 
-def _language(given: str | None) -> str | None:
+def language_name(given: str | None) -> str | None:
     """The model's name of a language: of a code that is known, or what the client calls it."""
     name = (given or "").strip()
     code = name.lower().replace("_", "-").partition("-")[0]

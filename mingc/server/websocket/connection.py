@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -67,6 +67,7 @@ class _Queued:
     data: str | bytes
     size: int
     group: object
+    sent: Callable[[], None] | None
 
 
 class EventSocket:
@@ -74,11 +75,21 @@ class EventSocket:
 
     Attributes:
         key: hash of the client's API key; None if none is needed.
+        query: of the URL.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, server: ServerState) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        server: ServerState,
+        error_event: Callable[[Exception], Struct] = error_event,
+    ) -> None:
         state = scope.get("state", {})
+        self._error_event = error_event
         self.key: bytes | None = state.get("api_key")
+        self.query = QueryParams(scope.get("query_string", b""))
         self._connection: Any = state.get("websocket")  # none behind the proxy of Ray Serve
         self._receive = receive
         self._send = send
@@ -110,8 +121,13 @@ class EventSocket:
         text: str | None = message.get("text")
         return bytes(message["bytes"]) if text is None else text.encode()
 
-    def put(self, event: Struct | bytes, group: object = None) -> None:
-        """Queue an event, or bytes for a binary message, without waiting. `group`: what `drop` may take back."""
+    def put(
+        self, event: Struct | bytes, group: object = None, sent: Callable[[], None] | None = None
+    ) -> None:
+        """Queue an event, or bytes for a binary message, without waiting.
+
+        `group`: what `drop` may take back. `sent` is called when the event is being written and can no longer be.
+        """
         data = event if isinstance(event, bytes) else msgspec.json.encode(event).decode()
         size = len(data)
         if size > MAX_SENT_BYTES:
@@ -119,20 +135,25 @@ class EventSocket:
         if self._num_bytes + size > 2 * _QUEUE_BYTES:
             self.end(1008, "the client does not read its events")
             return
-        self._queue.append(_Queued(data, size, group))
+        self._queue.append(_Queued(data, size, group, sent))
         self._num_bytes += size
         self._is_empty.clear()
         self._has_more.set()
 
     async def send(self, event: Struct | bytes, group: object = None) -> None:
-        """Like `put`, but wait while too much is queued; bytes may be larger than a message.
-
-        Raises: CapacityError when there is no room for the write timeout; the WebSocket is closed.
-        """
+        """Like `put`, but wait for `room`; bytes may be larger than a message."""
         if isinstance(event, bytes) and len(event) > MAX_SENT_BYTES:
             for start in range(0, len(event), MAX_SENT_BYTES):
                 await self.send(event[start : start + MAX_SENT_BYTES], group)
             return
+        await self.room()
+        self.put(event, group)
+
+    async def room(self) -> None:
+        """Wait while too much is queued.
+
+        Raises: CapacityError when that lasts for the write timeout; the WebSocket is closed.
+        """
         while self._num_bytes >= _QUEUE_BYTES:
             self._has_room.clear()
             try:
@@ -141,7 +162,6 @@ class EventSocket:
             except TimeoutError as error:
                 self.end(1008, "the client does not read its events")
                 raise CapacityError("The client does not read.", code="write_timeout") from error
-        self.put(event, group)
 
     def drop(self, group: object) -> bool:
         """Take back what waits of `group`. Returns whether there was anything."""
@@ -185,13 +205,13 @@ class EventSocket:
         if not serving.cancelled() and (error := serving.exception()) is not None:
             assert isinstance(error, Exception)
             log.error("a session failed", exc_info=error)
-            self.put(error_event(error))
+            self.put(self._error_event(error))
             return 1011, "internal error"
         if self._client_code is not None:
             return self._client_code, ""
         if is_late:
             expired = RequestError(f"A session lasts at most {limit_s:g} s.", code="session_expired")
-            self.put(error_event(expired))
+            self.put(self._error_event(expired))
             return 1000, "session expired"
         return self._ended.result() if self._ended.done() else (1000, "")
 
@@ -211,12 +231,18 @@ class EventSocket:
                 while self._queue:
                     each = self._queue.popleft()
                     kind = "bytes" if isinstance(each.data, bytes) else "text"
+                    if each.sent is not None:
+                        each.sent()
                     await self._send({"type": "websocket.send", kind: each.data})
                     self._num_bytes -= each.size
                     self._has_room.set()
                 self._has_more.clear()
                 self._is_empty.set()
         except OSError:  # the client has left, as `receive` reports
+            self._is_empty.set()
+        except Exception as error:
+            log.error("a session failed", exc_info=error)
+            self.end(1011, "internal error")
             self._is_empty.set()
 
 
@@ -228,8 +254,16 @@ class SessionRoute:
         server: ServerState,
         serve: Callable[[EventSocket], Awaitable[None]],
         answer: Callable[[HTTPConnection, Exception], Response],
+        *,
+        error_event: Callable[[Exception], Struct] = error_event,
+        check: Callable[[QueryParams], None] = lambda query: None,
     ) -> None:
-        """`serve` runs one session; `answer` creates the response of an error."""
+        """`serve` runs one session; `answer` creates the response of an error, `error_event` the event of one.
+
+        `check` refuses the query of the URL by a RequestError.
+        """
+        self._error_event = error_event
+        self._check_query = check
         self._server = server
         self._serve = serve
         self._answer = answer
@@ -247,7 +281,7 @@ class SessionRoute:
         ):  # browsers need one that they offered; another has the key
             accept["subprotocol"] = SUBPROTOCOL
         await send(accept)
-        await EventSocket(scope, receive, send, self._server).run(self._serve)
+        await EventSocket(scope, receive, send, self._server, self._error_event).run(self._serve)
 
     def _check(self, scope: Scope) -> None:
         """Raises: RequestError or CapacityError."""
@@ -256,3 +290,4 @@ class SessionRoute:
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
         if self._server.is_draining or self._server.is_stopping:
             raise CapacityError("The server is stopping.", code="stopping")
+        self._check_query(QueryParams(scope["query_string"]))

@@ -45,22 +45,32 @@ _DELICATE = re.compile(r"[\d`<>\[\]$€£¥₹@/|]")
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """Raw text; all clauses together are the text, without blocks of code. `ends_sentence`: what follows is apart."""
+    """Raw text; all clauses together are the text, without blocks of code.
+
+    `ends_sentence`: what follows is apart. `end`: characters of the text up to its end.
+    """
 
     text: str
     ends_sentence: bool
+    end: int
 
 
 class ClauseSplitter:
-    """Splitter of one text. Iterate over one result before the next call."""
+    """Splitter of one text. Iterate over one result before the next call.
+
+    Attributes:
+        num_pushed: characters so far.
+    """
 
     def __init__(self) -> None:
         self._buffer = ""
         self._fence = ""  # the marks that end the open block of code
+        self.num_pushed = 0
 
     def push(self, delta: str) -> Iterator[Clause]:
         """The clauses that `delta` completes."""
         self._buffer += delta
+        self.num_pushed += len(delta)
         return self._clauses(is_last=False)
 
     def finish(self) -> Iterator[Clause]:
@@ -86,7 +96,7 @@ class ClauseSplitter:
                 return
             end, ends_sentence = cut
             clause, self._buffer = self._buffer[:end], self._buffer[end:]
-            yield Clause(clause, ends_sentence)
+            yield Clause(clause, ends_sentence, self.num_pushed - len(self._buffer))
 
     def _leave_fence(self, *, is_last: bool) -> bool:
         """Drop the lines of the open block; whether text follows it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mingc.text.natural.clauses import Clause, ClauseSplitter
 from mingc.text.natural.reading import Language, read_clause
+from mingc.text.spoken_piece import SpokenPiece, places_of_parts
 
 _WIDE = "぀-ヿ㐀-䶿一-鿿가-힯豈-﫿"
 # A word or an ideograph, kana or syllable, with the marks and blanks behind it.
@@ -25,6 +26,7 @@ class _Part:
     text: str
     num_units: int
     ends_sentence: bool
+    end: int  # in the text
 
 
 class NaturalSegmenter:
@@ -46,48 +48,50 @@ class NaturalSegmenter:
         self._min_units = min(min_units, max_units)
         self._first_min_units = first_min_units
 
-    def push(self, delta: str) -> Iterator[str]:
+    def push(self, delta: str) -> Iterator[SpokenPiece]:
         """The segments that `delta` completes."""
         yield from self._read(self._splitter.push(delta))
 
-    def flush(self) -> Iterator[str]:
+    def flush(self) -> Iterator[SpokenPiece]:
         """The remaining segments, at the end of the text."""
         yield from self._read(self._splitter.finish())
         if self._parts:
-            yield self._take()
+            yield self._take()._replace(end=self._splitter.num_pushed)
 
-    def _read(self, clauses: Iterable[Clause]) -> Iterator[str]:
+    def _read(self, clauses: Iterable[Clause]) -> Iterator[SpokenPiece]:
         for clause in clauses:
             words, self._language = read_clause(clause.text, self._language)
             if words:
-                yield from self._add(words, ends_sentence=clause.ends_sentence)
+                yield from self._add(words, clause)
             elif clause.ends_sentence and self._parts:  # an empty line ends the clause before it
                 last = self._parts.pop()
-                yield from self._add(last.text, ends_sentence=True)
+                yield from self._add(last.text, clause)
 
-    def _add(self, words: str, *, ends_sentence: bool) -> Iterator[str]:
+    def _add(self, words: str, clause: Clause) -> Iterator[SpokenPiece]:
         pieces = list(_short_pieces(words, self._max_units))
-        for index, (piece, num_units) in enumerate(pieces):
+        places = places_of_parts(clause.text, [num_units for _, num_units in pieces])
+        start = clause.end - len(clause.text)
+        for index, ((piece, num_units), place) in enumerate(zip(pieces, places, strict=True)):
             if self._parts and self._num_units + num_units > self._max_units:
                 yield self._take()
-            is_end = ends_sentence and index == len(pieces) - 1
-            self._parts.append(_Part(piece, num_units, is_end))
+            is_end = clause.ends_sentence and index == len(pieces) - 1
+            self._parts.append(_Part(piece, num_units, is_end, start + place))
         is_early = self._first_min_units is not None and self._num_units >= self._first_min_units
-        if is_early or (ends_sentence and self._num_units >= self._min_units):
+        if is_early or (clause.ends_sentence and self._num_units >= self._min_units):
             yield self._take()
 
     @property
     def _num_units(self) -> int:
         return sum(part.num_units for part in self._parts)
 
-    def _take(self) -> str:
+    def _take(self) -> SpokenPiece:
         """The waiting parts as one segment; there is at least one."""
         taken, self._parts = self._parts, []
         self._first_min_units = None
         text = ""
         for part, before in zip(taken, [None, *taken], strict=False):
             text = part.text if before is None else _joined(text, part.text, is_apart=before.ends_sentence)
-        return text
+        return SpokenPiece(text, taken[-1].end)
 
 
 def _joined(before: str, after: str, *, is_apart: bool) -> str:

@@ -240,4 +240,5 @@ def _spoken(tokenizer: TextTokenizer, tokens: Ints, max_length: int) -> list[str
     """Cut an answer into the pieces that are spoken one by one."""
     detokenizer, spoken = Detokenizer(tokenizer), SpokenText(max_length, SPEECH_TEXT)
     pieces = [piece for token in tokens.tolist() for piece in spoken.push(detokenizer.push(token))]
-    return [*pieces, *spoken.push(detokenizer.flush()), *spoken.finish()]
+    pieces += [*spoken.push(detokenizer.flush()), *spoken.finish()]
+    return [piece.text for piece in pieces]
