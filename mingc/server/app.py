@@ -43,6 +43,7 @@ from mingc.server.http.routes import (
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
+from mingc.server.page.files import PATHS, page_routes
 from mingc.server.state import ServerState
 from mingc.server.websocket import speech
 from mingc.server.websocket.connection import EventSocket, SessionRoute
@@ -97,6 +98,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
 
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
+    open_paths |= PATHS if options.has_ui else set()
     app = Starlette(
         routes=[
             *(
@@ -115,6 +117,7 @@ def create_app(service: Service, options: ServeOptions, keys: ApiKeys | None = N
             ),
             Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),
+            *(page_routes() if options.has_ui else ()),
         ],
         middleware=[
             Middleware(RequestContext, metrics=state.metrics),

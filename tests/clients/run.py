@@ -2,8 +2,8 @@
 
 A second server has a scripted model, which calls tools.
 
-Environments are made under `build/clients` by pip and npm. `browser` needs Chromium (`CHROMIUM`: its program). Each
-script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
+Environments are made under `build/clients` by pip and npm. `browser` and `page` need Chromium (`CHROMIUM`: its program).
+Each script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
 exit code.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from eager_export import export_eager
-from mingc_command import REPOSITORY, serving
+from mingc_command import DATA, REPOSITORY, serving
 from PIL import Image
 from scripted_model import scripted_service
 from server_thread import run_server
@@ -36,6 +36,7 @@ CLIENTS = {
     "openai_node.mjs": ["openai"],
     "ai_sdk.mjs": ["ai", "@ai-sdk/openai-compatible"],
     "browser.mjs": ["openai", "playwright-core"],
+    "page.mjs": ["axe-core", "playwright-core"],
 }
 _KEY = "key-of-the-client-tests"
 _OUTSIDE = {
@@ -55,6 +56,8 @@ def main() -> None:
         sys.exit(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     folder = REPOSITORY / "build" / "clients"
     folder.mkdir(parents=True, exist_ok=True)
+    microphone = folder / "microphone.wav"
+    _record(microphone)
     keys = folder / "keys"
     keys.write_text(f"{_KEY}\n", encoding="utf-8")
     with socket.socket() as chosen:  # of the page; the server allows its origin
@@ -75,6 +78,7 @@ def main() -> None:
                 "voice": "DB30",
                 "image": _picture(),
                 "clip": _clip(),
+                "microphone": str(microphone),
             }
         )
         for name in clients:
@@ -122,6 +126,12 @@ def _clip() -> str:
     seconds = np.arange(16000) / 16000
     soundfile.write(file, 0.3 * np.sin(2 * np.pi * 220 * seconds), 16000, format="WAV", subtype="PCM_16")
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _record(path: Path) -> None:
+    """What Chromium's microphone hears: a second of silence, 6.7 s of speech, and as much silence as it is asked for."""
+    speech, rate = soundfile.read(DATA / "speech" / "three-sentences.ogg")
+    soundfile.write(path, np.concatenate([np.zeros(rate), speech]), rate, subtype="PCM_16")
 
 
 if __name__ == "__main__":

@@ -290,8 +290,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
+        "mingc.server.page",
         "mingc.server.websocket",
     ),
+    "mingc.server.page": (),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
