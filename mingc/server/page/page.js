@@ -7,8 +7,7 @@ const MAX_ROUNDS = 5; // of tool calls in one answer
 const NAME = "mingc";
 const STAGES = {
     preprocessing: "Thread takes it", prepared: "Media decoded", encoded: "Media encoded", prefill: "Prefill begins",
-    first_token: "First token", first_segment: "First segment", first_audio: "First sound", text_done: "Text complete",
-    done: "Complete",
+    first_token: "First token", first_segment: "First segment", first_audio: "First sound",
 };
 const PHASES = {
     ready: "Ready", recording: "Recording", connecting: "Connecting", listening: "Listening", hearing: "You are speaking",
@@ -901,6 +900,11 @@ document.ondrop = (event) => {
     attach(event.dataTransfer.files);
 };
 ui.key.onchange = readServer;
+ui.key.onkeydown = ({ key }) => {
+    if (key !== "Enter") return;
+    ui.panel.open = wide.matches;
+    ui.text.focus();
+};
 for (const each of [ui.voice, ui.speak, ui.tools, ui.instructions]) each.onchange = () => live?.isOpen && live.update();
 ui.clear.onclick = async () => {
     if (live) endLive();
