@@ -20,7 +20,7 @@ const browser = await chromium.launch({
     args: [
         "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
         "--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream",
-        `--use-file-for-fake-audio-capture=${given.microphone}%noloop`, "--autoplay-policy=no-user-gesture-required",
+        `--use-file-for-fake-audio-capture=${given.microphone}`, "--autoplay-policy=no-user-gesture-required",
     ],
 });
 
@@ -53,6 +53,7 @@ async function look(tab, name) {
 }
 
 const phase = (tab, word) => tab.locator("#phase").getByText(word, { exact: true }).waitFor({ timeout: 60_000 });
+const hidden = (tab, name) => tab.getByRole("button", { name }).waitFor({ state: "hidden" });
 const answers = (tab) => tab.locator("article.assistant");
 const settled = (tab, count) => answers(tab).nth(count - 1).getByText(/first (text|sound) \d+ ms/).waitFor({ timeout: 60_000 });
 
@@ -64,7 +65,7 @@ async function chats(width, colorScheme) {
     await tab.getByRole("button", { name: "Stop" }).waitFor();
     await tab.keyboard.press("Escape");
     await phase(tab, "Ready");
-    await tab.getByRole("button", { name: "Stop" }).waitFor({ state: "hidden" });
+    await hidden(tab, "Stop");
 
     await tab.setInputFiles("#files", [picture]);
     await tab.getByRole("button", { name: "Remove picture.png" }).waitFor();
@@ -252,11 +253,49 @@ async function scripted(width, colorScheme) {
     await close();
 }
 
+/** The real server hears the turns in the recording, which goes on until one of them interrupts an answer. */
+async function talks(width, colorScheme) {
+    const types = [];
+    const { tab, messages, close } = await open(width, colorScheme, (socket) => {
+        const upstream = socket.connectToServer();
+        socket.onMessage((text) => {
+            const event = JSON.parse(text);
+            if (event.type === "session.update") event.session.max_output_tokens = 12;
+            upstream.send(JSON.stringify(event));
+        });
+        upstream.onMessage((text) => {
+            types.push(JSON.parse(text).type);
+            socket.send(text);
+        });
+    });
+    await tab.getByRole("button", { name: "Talk live" }).click();
+    await phase(tab, "Listening");
+    await tab.getByText(/^Interrupted: (?!0\.0)\d+\.\d s were heard\.$/).first().waitFor({ timeout: 60_000 });
+    await phase(tab, "Speaking");
+    await look(tab, `talk-${width}`);
+    await tab.getByRole("button", { name: "Mute" }).click();
+    await tab.locator("#phase").getByText(/Speaking|Listening/).waitFor({ timeout: 60_000 }); // what was said is a turn
+    await tab.keyboard.press("Escape");
+    await hidden(tab, "Stop");
+    await tab.fill("#text", "And now in writing.");
+    await tab.locator("#text").press("Enter");
+    await phase(tab, "Speaking");
+    await tab.keyboard.press("Escape");
+    await hidden(tab, "Stop");
+    await tab.keyboard.press("Escape");
+    await phase(tab, "Ready");
+    assert.ok(!types.includes("error"), types.join(" "));
+    assert.deepEqual(messages, []);
+    await close();
+}
+
 try {
     await chats(1400, "light");
     await chats(400, "dark");
     await scripted(1400, "dark");
     await scripted(400, "light");
+    await talks(1400, "light");
+    await talks(400, "dark");
 } finally {
     await browser.close();
 }

@@ -129,9 +129,10 @@ def _clip() -> str:
 
 
 def _record(path: Path) -> None:
-    """What Chromium's microphone hears: a second of silence, 6.7 s of speech, and as much silence as it is asked for."""
+    """What Chromium's microphone hears, again and again: 6.7 s of speech, and silence in which an answer begins."""
     speech, rate = soundfile.read(DATA / "speech" / "three-sentences.ogg")
-    soundfile.write(path, np.concatenate([np.zeros(rate), speech]), rate, subtype="PCM_16")
+    parts = [np.zeros(rate), speech, np.zeros(4 * rate)]
+    soundfile.write(path, np.concatenate(parts), rate, subtype="PCM_16")
 
 
 if __name__ == "__main__":
