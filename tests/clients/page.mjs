@@ -40,7 +40,7 @@ async function open(width, colorScheme, standIn) {
     await tab.keyboard.type(given.key);
     await tab.keyboard.press("Enter");
     await tab.locator("#voice option").first().waitFor({ state: "attached" });
-    assert.equal(await tab.evaluate("document.activeElement.id"), "text");
+    assert.deepEqual(await tab.evaluate("[document.activeElement.id, text.value]"), ["text", ""]);
     return { tab, messages, close: () => context.close() };
 }
 

@@ -2,9 +2,9 @@
 
 A second server has a scripted model, which calls tools.
 
-Environments are made under `build/clients` by pip and npm. `browser` and `page` need Chromium (`CHROMIUM`: its program).
-Each script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
-exit code.
+Environments are made under `build/clients` by pip and npm. `browser` and `page` need Chromium (`CHROMIUM`: its
+program). Each script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and
+fails by its exit code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The page at `/`: its files, their headers, who may have them; what runs in it is tried in Chromium (tests/clients)."""
+"""The page at `/`: its files, their headers, who may have them. `tests/clients/page.mjs` tries it in Chromium."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,7 +42,6 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("path", TYPES)
 def test_files_are_open_and_may_load_nothing_from_elsewhere(client: httpx.Client, path: str) -> None:
-    """Headers: spec serving-next §12."""
     got = client.get(path)
     assert (got.status_code, got.text) == (200, source(path))
     assert got.headers["content-type"] == f"{TYPES[path]}; charset=utf-8"
@@ -76,11 +76,18 @@ def test_no_ui_takes_it_away() -> None:
 
 def test_files_name_each_other_and_no_other_host() -> None:
     for path in TYPES:
-        assert not re.search(r"(https?:|wss?:)?//[a-z0-9]", re.sub(r"(?m)(^|\s)// .*$", "", source(path))), path
+        assert not re.search(r"(https?:|wss?:)?//[a-z0-9]", re.sub(r"(?m)(^|\s)// .*$", "", source(path))), (
+            path
+        )
     html, script = source("/"), source("/page/page.js")
-    loaded = {*re.findall(r'(?:src|href)="([^"#][^"]*)"', html), *re.findall(r'new URL\("([^"]+\.js)"', script)}
+    loaded = {
+        *re.findall(r'(?:src|href)="([^"#][^"]*)"', html),
+        *re.findall(r'new URL\("([^"]+\.js)"', script),
+    }
     assert loaded == {"data:,", "page/page.css", "page/page.js", "audio.js"}
-    assert not re.search(r"<style|style=|<script(?! type=\"module\" src)|\son\w+=", html), "refused by the policy"
+    assert not re.search(r"<style|style=|<script(?! type=\"module\" src)|\son\w+=", html), (
+        "refused by the policy"
+    )
 
 
 def test_every_name_exists() -> None:
@@ -99,8 +106,6 @@ def test_every_name_exists() -> None:
 
 
 def test_the_wheel_has_all_files() -> None:
-    import tomllib
-
     patterns = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in patterns["mingc.server.page"] for path in FOLDER.glob(pattern)}
     assert packed == {path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file()}

@@ -705,7 +705,7 @@ class Live {
 
     transcribed(turn) {
         turn.isBusy = false;
-        if (!turn.text) turn.note("No words were understood.");
+        if (!turn.text && turn.role === "user") turn.note("Spoken; there is no text of it.");
     }
 
     /** Stops the speaker, and tells the server how much of each answer was heard. Returns how many were cut. */
@@ -764,7 +764,7 @@ class Live {
         this.microphone?.close();
         if (this.socket) this.socket.onclose = null;
         this.socket?.close(1000);
-        for (const turn of this.turns.values()) if (turn) turn.isBusy = false;
+        for (const turn of this.turns.values()) if (turn) this.transcribed(turn);
     }
 }
 
@@ -900,8 +900,9 @@ document.ondrop = (event) => {
     attach(event.dataTransfer.files);
 };
 ui.key.onchange = readServer;
-ui.key.onkeydown = ({ key }) => {
-    if (key !== "Enter") return;
+ui.key.onkeydown = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault(); // else it goes on to the message
     ui.panel.open = wide.matches;
     ui.text.focus();
 };
