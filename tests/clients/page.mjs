@@ -253,7 +253,7 @@ async function scripted(width, colorScheme) {
     await close();
 }
 
-/** The real server hears the turns in the recording, which goes on until one of them interrupts an answer. */
+/** The real server hears the recording. Muting ends a turn; what is heard after it interrupts the answer. */
 async function talks(width, colorScheme) {
     const types = [];
     const { tab, messages, close } = await open(width, colorScheme, (socket) => {
@@ -270,11 +270,15 @@ async function talks(width, colorScheme) {
     });
     await tab.getByRole("button", { name: "Talk live" }).click();
     await phase(tab, "Listening");
+    const mute = tab.getByRole("button", { name: "Mute" });
+    await phase(tab, "You are speaking");
+    await mute.click();
+    await phase(tab, "Speaking");
+    await mute.click();
     await tab.getByText(/^Interrupted: (?!0\.0)\d+\.\d s were heard\.$/).first().waitFor({ timeout: 60_000 });
+    await mute.click();
     await phase(tab, "Speaking");
     await look(tab, `talk-${width}`);
-    await tab.getByRole("button", { name: "Mute" }).click();
-    await tab.locator("#phase").getByText(/Speaking|Listening/).waitFor({ timeout: 60_000 }); // what was said is a turn
     await tab.keyboard.press("Escape");
     await hidden(tab, "Stop");
     await tab.fill("#text", "And now in writing.");

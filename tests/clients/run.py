@@ -129,10 +129,9 @@ def _clip() -> str:
 
 
 def _record(path: Path) -> None:
-    """What Chromium's microphone hears, again and again: 6.7 s of speech, and silence in which an answer begins."""
+    """What Chromium's microphone hears, again and again."""
     speech, rate = soundfile.read(DATA / "speech" / "three-sentences.ogg")
-    parts = [np.zeros(rate), speech, np.zeros(4 * rate)]
-    soundfile.write(path, np.concatenate(parts), rate, subtype="PCM_16")
+    soundfile.write(path, speech, rate, subtype="PCM_16")
 
 
 if __name__ == "__main__":
