@@ -888,6 +888,7 @@ ui.mute.onclick = () => {
     const isMuted = ui.mute.getAttribute("aria-pressed") !== "true";
     ui.mute.setAttribute("aria-pressed", isMuted);
     live.microphone.mute(isMuted);
+    say(isMuted ? "The microphone is muted." : "The microphone is open.");
 };
 ui.files.onchange = async () => {
     await attach(ui.files.files);
