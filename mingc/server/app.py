@@ -44,6 +44,7 @@ from mingc.server.http.routes import (
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
+from mingc.server.page.files import PATHS, page_routes
 from mingc.server.realtime import response, route
 from mingc.server.realtime.events import error_event
 from mingc.server.state import ServerState
@@ -106,6 +107,7 @@ def create_app(
 
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
+    open_paths |= PATHS if options.has_ui else set()
     app = Starlette(
         routes=[
             *(
@@ -137,6 +139,7 @@ def create_app(
             ),
             Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),
+            *(page_routes() if options.has_ui else ()),
         ],
         middleware=[
             Middleware(RequestContext, metrics=state.metrics, traces=traces),

@@ -36,6 +36,12 @@ class ServeOptions:
     has_open_metrics: bool = option(
         False, "--open-metrics/--no-open-metrics", group=_ACCESS, help="Answer /metrics without an API key."
     )
+    has_ui: bool = option(
+        True,
+        "--ui/--no-ui",
+        group=_ACCESS,
+        help="Serve a page to try the model at /; it needs no API key, its requests do.",
+    )
     cors_origins: tuple[str, ...] = option(
         (), "--cors-origin", repeats=True, metavar="ORIGIN", group=_ACCESS,
         help="Let pages of this origin call the server; may be given several times; `*`: all.",

@@ -2,9 +2,9 @@
 
 A second server has a scripted model, which calls tools.
 
-Environments are made under `build/clients` by pip and npm. `browser` needs Chromium (`CHROMIUM`: its program). Each
-script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and fails by its
-exit code.
+Environments are made under `build/clients` by pip and npm. `browser` and `page` need Chromium (`CHROMIUM`: its
+program). Each script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and
+fails by its exit code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from eager_export import export_eager
-from mingc_command import REPOSITORY, serving
+from mingc_command import DATA, REPOSITORY, serving
 from PIL import Image
 from realtime_client import speech
 from scripted_model import scripted_service
@@ -41,6 +41,7 @@ CLIENTS = {
     "realtime_livekit.py": ["livekit-agents", "livekit-plugins-openai"],
     "realtime_pipecat.py": ["pipecat-ai"],
     "realtime_agents.mjs": ["@openai/agents-realtime", "zod"],
+    "page.mjs": ["axe-core", "playwright-core"],
 }
 _KEY = "key-of-the-client-tests"
 _OUTSIDE = {
@@ -60,6 +61,8 @@ def main() -> None:
         sys.exit(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     folder = REPOSITORY / "build" / "clients"
     folder.mkdir(parents=True, exist_ok=True)
+    microphone = folder / "microphone.wav"
+    _record(microphone)
     keys = folder / "keys"
     keys.write_text(f"{_KEY}\n", encoding="utf-8")
     with socket.socket() as chosen:  # of the page; the server allows its origin
@@ -81,6 +84,7 @@ def main() -> None:
                 "image": _picture(),
                 "clip": _clip(),
                 "turns": _turns(),
+                "microphone": str(microphone),
             }
         )
         for name in clients:
@@ -134,6 +138,12 @@ def _turns() -> list[str]:
     """The first two sentences of the recording of the tests, each with the silence that ends a turn."""
     turns = (speech(start_s, end_s, silence_s=1.0) for start_s, end_s in ((0.2, 2.4), (2.8, 4.8)))
     return [base64.b64encode(each).decode() for each in turns]
+
+
+def _record(path: Path) -> None:
+    """What Chromium's microphone hears, again and again."""
+    speech, rate = soundfile.read(DATA / "speech" / "three-sentences.ogg")
+    soundfile.write(path, speech, rate, subtype="PCM_16")
 
 
 if __name__ == "__main__":

@@ -299,9 +299,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
+        "mingc.server.page",
         "mingc.server.realtime",
         "mingc.server.websocket",
     ),
+    "mingc.server.page": (),
     "mingc.verify": (
         "mingc.artifacts",
         "mingc.dtypes",
