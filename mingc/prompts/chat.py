@@ -166,7 +166,9 @@ class ChatProcessor:
         check_messages([Message(role="user", parts=(part,))])
         features = self._decode(part, part.kind, VideoParams(), self._one_medium())
         assert features is not None, "only the sound of a video may be missing"
-        return replace(part, data=features, is_base64=False)
+        return replace(
+            part, data=features, is_base64=False, num_tokens=_num_tokens(features, self.merge_size)
+        )
 
     def count(
         self,

@@ -31,6 +31,7 @@ class MediaPart:
         where: names the part in error messages (`messages[0].content[1].image_url.url`).
         is_base64: whether a string is the data itself, with or without a `data:` prefix.
         max_pixels: an image with more is scaled down to so many; None: only as the model requires it.
+        num_tokens: how many tokens of a prompt its features are; None: they are not known yet.
     """
 
     kind: MediaKind
@@ -38,6 +39,7 @@ class MediaPart:
     where: str
     is_base64: bool = False
     max_pixels: int | None = None
+    num_tokens: int | None = None
 
     @property
     def size(self) -> int:

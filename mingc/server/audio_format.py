@@ -1,8 +1,9 @@
 """Audio encoding of speech, whole or while it is generated.
 
-WAV, raw PCM16 and FLAC contain 16-bit samples. FFmpeg (PyAV) encodes FLAC, MP3, Opus in Ogg and AAC in ADTS frames; WAV
-headers are written here, because a stream needs one with an unknown length. Tempo (FFmpeg's atempo) and sample rate
-(soxr) change before. PyAV and soxr are imported by the first clip that needs them, on a thread.
+WAV, raw PCM16 and FLAC contain 16-bit samples, PCMU and PCMA the 8 bits of G.711. FFmpeg (PyAV) encodes FLAC, MP3, Opus
+in Ogg and AAC in ADTS frames; WAV headers are written here, because a stream needs one with an unknown length. Tempo
+(FFmpeg's atempo) and sample rate (soxr) change before. PyAV and soxr are imported by the first clip that needs them, on
+a thread.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import IO, Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
+from mingc.server import g711
+
+AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac", "pcmu", "pcma"]
 MIN_RATE, MAX_RATE = 8000, 48000
 _MPEG_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 # Of formats that have only some, in ascending order.
@@ -25,12 +28,19 @@ RATES: Mapping[AudioFormat, tuple[int, ...]] = {
     "mp3": _MPEG_RATES,
     "aac": _MPEG_RATES,
     "opus": (8000, 12000, 16000, 24000, 48000),
+    "pcmu": (g711.RATE_HZ,),
+    "pcma": (g711.RATE_HZ,),
 }
 _PCM_RATE = 24000  # OpenAI's API defines raw PCM so
-_TYPES: Mapping[AudioFormat, str] = {"mp3": "audio/mpeg", "opus": "audio/ogg"}  # RFC 3003, RFC 7845 §9
+_TYPES: Mapping[AudioFormat, str] = {  # RFC 3003, RFC 7845 §9, RFC 4856 §2.1
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "pcmu": "audio/PCMU",
+    "pcma": "audio/PCMA",
+}
 _UNKNOWN_LENGTH = 0xFFFFFFFF
 _WAV_HEADER_BYTES = 44
-_MOST_BYTES_PER_SECOND = 20_000  # of MP3, Opus and AAC
+_MOST_BYTES_PER_SECOND = 20_000  # of MP3, Opus, AAC and G.711
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +201,8 @@ class ClipEncoder:
 
     def __init__(self, spec: AudioSpec, file: IO[bytes] | None = None) -> None:
         self._converter = None if spec.is_unchanged else SampleConverter(spec)
-        self._codec = None if spec.format in ("wav", "pcm16") else _Codec(spec, file or _Pipe())
+        self._law: g711.Law | None = spec.format if spec.format in ("pcmu", "pcma") else None
+        self._codec = _Codec(spec, file or _Pipe()) if spec.format in _Codec.KINDS else None
         self._header = wav_header(spec.sample_rate, None) if spec.format == "wav" else b""
 
     def add(self, samples: NDArray[np.float32], *, is_last: bool = False) -> bytes:
@@ -202,6 +213,8 @@ class ClipEncoder:
             return self._codec.add(samples, is_last=is_last)
         if not len(samples) and not is_last:
             return b""
+        if self._law is not None:
+            return g711.encode(to_pcm16(samples), self._law)
         header, self._header = self._header, b""
         return header + to_pcm16(samples).tobytes()
 
@@ -235,7 +248,7 @@ class _Codec:
     """FLAC, MP3, Opus or AAC by FFmpeg, into `file`. Every packet is written as soon as it is complete."""
 
     # Container and codec of FFmpeg, bits per second, and options of the container.
-    _KINDS: Mapping[str, tuple[str, str, int | None, dict[str, str]]] = {
+    KINDS: Mapping[str, tuple[str, str, int | None, dict[str, str]]] = {
         "flac": ("flac", "flac", None, {"metadata_header_padding": "0"}),
         # Without tags, and without the table of contents that only a complete file has.
         "mp3": ("mp3", "libmp3lame", 128_000, {"id3v2_version": "0", "write_xing": "0"}),
@@ -246,7 +259,7 @@ class _Codec:
     def __init__(self, spec: AudioSpec, file: IO[bytes] | _Pipe) -> None:
         import av
 
-        container, codec, bits, options = self._KINDS[spec.format]
+        container, codec, bits, options = self.KINDS[spec.format]
         self._rate = spec.sample_rate
         self._file = file
         options = {**options, "flush_packets": "1", "fflags": "+bitexact"}

@@ -14,6 +14,7 @@ from fake_service import INFO, TEXT_ONLY, FakeService
 
 from mingc.deploy.remote_speech import RemoteSpeechService, SegmentCall, SpeechInfo
 from mingc.errors import RequestError, ServeError, WorkerError
+from mingc.prompts.conversation import MediaPart
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -192,6 +193,9 @@ def test_answers_and_tokens_are_those_of_the_text_service_and_one_is_spoken() ->
         assert any(isinstance(event, AudioDelta) for _, event in spoken)
         assert await remote.tokenize("One") == text.tokenizer.encode_plain("One")
         assert remote.tokenizer is text.tokenizer
+        assert await remote.count_tokens(chat()) == await text.count_tokens(chat())
+        picture = MediaPart(kind="image", data=b"", where="image")
+        assert await remote.decode_media(picture) is picture, "the fake service decodes none"
 
     asyncio.run(asyncio.wait_for(use(), 20))
 

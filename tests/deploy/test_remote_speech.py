@@ -29,6 +29,7 @@ from mingc.runtime.request import (
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
+from mingc.text.spoken_piece import SpokenPiece
 
 CHAT = ChatRequest(
     request_id="chat",
@@ -64,7 +65,8 @@ class Services:
         self.num_open += 1
         try:
             noise = ShiftedNoise(PhiloxNoise(call.seed), call.index)
-            async with aclosing(self.joint.speak([call.text], call.params, noise)) as events:
+            piece = SpokenPiece(call.text, call.text_end)
+            async with aclosing(self.joint.speak([piece], call.params, noise)) as events:
                 async for event in events:
                     yield event
         finally:
@@ -117,6 +119,8 @@ def test_a_spoken_chat_equals_that_of_one_service(services: Services) -> None:
         begins = [True, *(patch.is_segment_end for patch in patches[:-1])]
         assert [patch.segment_text is not None for patch in patches] == begins
         assert [patch.segment_text for patch in patches if patch.segment_text] == said
+        ends = [patch.text_end for patch in patches if patch.text_end is not None]
+        assert ends == [call.text_end for call in services.calls] and ends[-1] == len(joint[0])
     for got, expected in zip(apart[1], joint[1], strict=True):
         np.testing.assert_allclose(got.samples, expected.samples, atol=2e-4)
     assert (apart[2].finish_reason, apart[2].usage) == (joint[2].finish_reason, joint[2].usage)
@@ -186,7 +190,7 @@ def test_at_most_two_segments_are_generated_at_a_time() -> None:
 
         segments = _Segments(speak, CALL)
         for index in range(5):
-            segments.add(str(index))
+            segments.add([SpokenPiece(str(index))])
         segments.end()
         reading = asyncio.create_task(collect(segments.events()))
         for _ in range(50):  # turns of the event loop, more than any chain of tasks here needs
@@ -210,7 +214,7 @@ def test_a_segment_that_is_cancelled_where_it_runs_ends_the_speech() -> None:
             raise asyncio.CancelledError
 
         segments = _Segments(speak, CALL)
-        segments.add("a")
+        segments.add([SpokenPiece("a")])
         segments.end()
         with pytest.raises(WorkerError, match="cancelled where it ran"):
             await asyncio.wait_for(collect(segments.events()), 20)

@@ -40,6 +40,7 @@ from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
+from mingc.text.spoken_piece import SpokenPiece
 
 
 class FailingService(FakeService):
@@ -507,7 +508,7 @@ def speech_replica() -> replica.SpeechReplica:
 def test_a_speech_replica_speaks_a_segment_with_the_noise_of_its_place() -> None:
     made = speech_replica()
     call = SegmentCall(
-        text="two", index=2, params=SpeechParams(voice="Ann"), seed=7, is_live=True, priority=4
+        text="two", index=2, params=SpeechParams(voice="Ann"), seed=7, text_end=9, is_live=True, priority=4
     )
     request = SpeechRequest(request_id="1", text="whole", speech=SpeechParams())
 
@@ -518,7 +519,7 @@ def test_a_speech_replica_speaks_a_segment_with_the_noise_of_its_place() -> None
     assert asyncio.run(run()) == [Done(finish_reason="stop", usage=Usage()), TextDelta(text="whole")]
     noise = ShiftedNoise(PhiloxNoise(7), 2)
     assert cast(SpeakingService, made.service).spoken == [
-        (["two"], SpeechParams(voice="Ann"), noise, True, 4),
+        ([SpokenPiece("two", 9)], SpeechParams(voice="Ann"), noise, True, 4),
         (request,),
     ]
 

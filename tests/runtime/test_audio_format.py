@@ -35,9 +35,9 @@ from mingc.server.http.clips import KeptClip, LiveClip
 
 RATE = 44100
 PATCH = 14112
-FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac", "mp3", "opus", "aac")
+FORMATS: tuple[AudioFormat, ...] = ("wav", "pcm16", "flac", "mp3", "opus", "aac", "pcmu", "pcma")
 EXACT = FORMATS[:3]
-STREAMED: tuple[AudioFormat, ...] = ("wav", "pcm16", "mp3", "opus", "aac")
+STREAMED: tuple[AudioFormat, ...] = ("wav", "pcm16", "mp3", "opus", "aac", "pcmu", "pcma")
 Samples = NDArray[np.float32]
 
 
@@ -97,6 +97,10 @@ def read(data: bytes, audio_format: AudioFormat) -> tuple[NDArray[np.float64], i
     """Samples and rate by libsndfile, AAC by FFmpeg; a raw clip has no rate."""
     if audio_format == "pcm16":
         return np.frombuffer(data, dtype="<i2") / 32767, 0
+    if audio_format in ("pcmu", "pcma"):
+        subtype = "ULAW" if audio_format == "pcmu" else "ALAW"
+        raw = {"channels": 1, "samplerate": 8000, "format": "RAW", "subtype": subtype}
+        return soundfile.read(io.BytesIO(data), **raw)
     if audio_format != "aac":
         samples, rate = soundfile.read(io.BytesIO(data))
         return samples, rate
@@ -142,7 +146,7 @@ def test_compressed_clips_sound_like_the_speech(audio_format: AudioFormat, rate:
     assert found_rate == rate
     expected = SampleConverter(spec("wav", rate, source=RATE)).add(speech, is_last=True)
     offset, likeness = offset_of(found, expected.astype(np.float64))
-    longest = {"opus": 0, "mp3": 1105 + 1152, "aac": 2048}[audio_format]
+    longest = {"opus": 0, "mp3": 1105 + 1152, "aac": 2048, "pcmu": 0, "pcma": 0}[audio_format]
     assert 0 <= len(found) - len(expected) <= longest
     assert offset <= longest and likeness > 0.97
 
@@ -151,7 +155,7 @@ def test_compressed_clips_sound_like_the_speech(audio_format: AudioFormat, rate:
 def test_every_patch_gives_bytes_at_once(audio_format: AudioFormat) -> None:
     """Most of a patch of 0.25 s can be heard before the next arrives; LAME has the longest delay."""
     audio = spec(audio_format, default_rate(audio_format, RATE), source=RATE)
-    parts = stream([voice(0.25), *pieces_of(voice(1.0))], audio)
+    parts = stream([voice(0.25), *pieces_of(voice(0.96))], audio)
     assert all(parts[:-1])
     heard, rate = read(parts[0], audio_format)
     assert len(heard) / (rate or 24000) > 0.15
@@ -169,6 +173,8 @@ def test_parts_join_to_the_whole() -> None:
         speed=st.sampled_from([1.0, 0.7, 2.5]),
     )
     def check(cuts: list[int], audio_format: AudioFormat, rate: int, speed: float) -> None:
+        if audio_format in ("pcmu", "pcma"):
+            rate = 8000
         audio = spec(audio_format, rate, source=RATE, speed=speed)
         whole = encode([speech], audio)
         parts = b"".join(stream(np.split(speech, cuts), audio))
@@ -322,6 +328,7 @@ def test_the_last_samples_of_a_flac_file_are_in_it(length: int) -> None:
 
 def test_no_samples_give_a_valid_file() -> None:
     assert not any(encode([], spec(each, 48000)) for each in ("pcm16", "mp3", "opus", "aac"))
+    assert not encode([], spec("pcmu", 8000, source=RATE))
     assert soundfile.info(io.BytesIO(encode([], spec("wav")))).frames == 0
     assert stream([], spec("wav")) == [wav_header(RATE, None)]
     with av.open(io.BytesIO(encode([], spec("flac"))), "r") as container:
@@ -337,12 +344,12 @@ def test_the_default_rate_loses_nothing_that_the_format_can_keep() -> None:
     found = {
         source: [default_rate(each, source) for each in FORMATS] for source in (16000, 24000, 44100, 96000)
     }
-    # wav, pcm16 (always 24 kHz), flac, mp3, opus, aac
+    # wav, pcm16 (always 24 kHz), flac, mp3, opus, aac, pcmu, pcma
     assert found == {
-        16000: [16000, 24000, 16000, 16000, 16000, 16000],
-        24000: [24000, 24000, 24000, 24000, 24000, 24000],
-        44100: [44100, 24000, 44100, 44100, 48000, 44100],
-        96000: [96000, 24000, 96000, 48000, 48000, 48000],
+        16000: [16000, 24000, 16000, 16000, 16000, 16000, 8000, 8000],
+        24000: [24000, 24000, 24000, 24000, 24000, 24000, 8000, 8000],
+        44100: [44100, 24000, 44100, 44100, 48000, 44100, 8000, 8000],
+        96000: [96000, 24000, 96000, 48000, 48000, 48000, 8000, 8000],
     }
 
 

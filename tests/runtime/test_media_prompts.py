@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from mingc.media.audio import load_audio
 from mingc.media.decoding import InProcessDecoder
 from mingc.media.image import load_image
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.conversation import MediaPart, Message, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart, TokensPart
 from mingc.prompts.features import AudioFeatures, VisionFeatures
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.encoders.loop import EncoderLoop
@@ -156,6 +157,43 @@ def test_every_media_token_has_the_embedding_and_the_gate_of_its_own_input(
             found[index].append(embedding)
     for part, mine in zip(parts, found, strict=True):
         assert mine == expected_embeddings(part)
+
+
+def test_media_of_a_conversation_are_decoded_once_and_turns_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service, _ = make_media_service()
+    decoded: list[str] = []
+    decode = InProcessDecoder.run
+    monkeypatch.setattr(
+        InProcessDecoder,
+        "run",
+        lambda self, task, data: (decoded.append(task.kind), decode(self, task, data))[1],
+    )
+
+    def request(*messages: Message) -> ChatRequest:
+        return ChatRequest(request_id="r", messages=messages, sampling=SamplingParams(max_tokens=3))
+
+    async def converse() -> None:
+        picture, sound = [await service.decode_media(part) for part in (A, X)]
+        assert decoded == ["image", "audio"]
+        turns = [
+            Message(role="user", parts=(picture, sound)),
+            Message(role="assistant", parts=(TokensPart(ids=(40, 41)),)),
+            Message(role="user", parts=(TextPart(text="And this?"), sound)),
+        ]
+        sizes = await service.count_tokens(request(*turns))
+        assert len(sizes) == 4
+        for first in (0, 2):
+            done = (await collect(service.chat(request(*turns[first:]))))[-1]
+            assert isinstance(done, Done)
+            assert done.usage.prompt_tokens == sizes[0] + sum(sizes[first + 1 :])
+        assert decoded == ["image", "audio"]
+        with pytest.raises(RequestError) as refused:
+            await service.decode_media(replace(X, data=b"no sound"))
+        assert refused.value.where == X.where
+
+    run(service, converse())
 
 
 def expected_embeddings(part: MediaPart) -> list[list[float]]:

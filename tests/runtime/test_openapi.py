@@ -58,7 +58,10 @@ def test_operations_of_the_document() -> None:
     """Schemas and content types of each response, bodies, and which routes need no key: docs/http-api.md."""
     document = msgspec.json.decode(openapi_document())
     audio = dict.fromkeys(
-        (*(f"audio/{kind}" for kind in ("mpeg", "ogg", "aac", "flac", "wav", "pcm")), "text/event-stream")
+        (
+            *(f"audio/{kind}" for kind in ("mpeg", "ogg", "aac", "flac", "wav", "pcm", "PCMU", "PCMA")),
+            "text/event-stream",
+        )
     )
     errors = ("400", "401", "404", "408", "413", "415", "500", "503")
     lists = ("401", "404")

@@ -534,10 +534,11 @@ SPEECH_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"speaker_embedding": []}, "speaker_embedding", "empty"),
     ({"speaker_embedding": ["a"]}, "speaker_embedding[0]", "number"),
     ({"speaker_embedding": "[1, 2]"}, "speaker_embedding", "array"),
-    ({"response_format": "ogg"}, "response_format", "'aac', 'flac', 'mp3', 'opus', 'pcm', 'wav'"),
+    ({"response_format": "ogg"}, "response_format", "'aac', 'flac', 'mp3', 'opus', 'pcm', 'pcma', 'pcmu', 'wav'"),
     ({"speed": 0.24}, "speed", "between 0.25 and 4"),
     ({"sample_rate": 96000}, "sample_rate", "between 8000 and 48000"),
     ({"sample_rate": 44101}, "sample_rate", "mp3"),
+    ({"sample_rate": 16000, "response_format": "pcma"}, "sample_rate", "pcma has 8000 only"),
     ({"sample_rate": 24000.5}, "sample_rate", "an integer"),
     ({"timestamp_granularities": ["segment"]}, "timestamp_granularities", "'stream_format': 'sse'"),
     (
@@ -1041,6 +1042,8 @@ def test_formats_of_speech() -> None:
         expected = AudioSpec(format=name, sample_rate=rate, source_rate=44100)  # type: ignore[arg-type]
         assert speech(response_format=name.removesuffix("16")).audio == expected
         assert parsed_chat(**spoken(format=name)).audio == expected
+    law = AudioSpec(format="pcmu", sample_rate=8000, source_rate=44100)
+    assert speech(response_format="pcmu").audio == law
     assert (speech().audio.format, parsed_chat().audio) == ("mp3", None)
 
 

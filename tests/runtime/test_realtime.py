@@ -2,20 +2,666 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
-from realtime_client import RealtimeClient
-from server_thread import fake_server
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from fake_service import INFO, FakeService, patch
+from openai_checks import image_data_url
+from realtime_client import RATE, Event, RealtimeClient, speech
+from server_thread import eventually, fake_server, metric, run_server
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from mingc.prompts.conversation import MediaPart
+from mingc.runtime import request as runtime
+from mingc.runtime.request import AudioDelta, ChatRequest, Done, ServiceInfo, TextDelta, TextRequest, Usage
+from mingc.server.options import ServeOptions
+
+SENTENCE = speech(0.0, 2.2, silence_s=0.8)
+NO_TURNS: Any = {"input": {"turn_detection": None}}
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 
 
-def test_text() -> None:
+class ScriptedService(FakeService):
+    """Answers by a script. `allowed`: how many of its events may be sent; `num_sent` of them were handled."""
+
+    def __init__(self, script: list[runtime.Event], info: ServiceInfo = INFO) -> None:
+        super().__init__(info)
+        self.script = script
+        self.allowed = 1 << 30
+        self.num_sent = 0
+
+    async def answers(self, request: TextRequest) -> AsyncIterator[tuple[int, runtime.Event]]:
+        assert isinstance(request, ChatRequest)
+        self.chats.append(request)
+        self.running.add(request.request_id)
+        self.num_sent = 0
+        try:
+            for event in self.script:
+                while self.num_sent >= self.allowed:
+                    await asyncio.sleep(0.001)
+                yield 0, event
+                self.num_sent += 1
+        finally:
+            self.running.discard(request.request_id)
+
+
+@contextmanager
+def scripted(
+    script: list[runtime.Event], info: ServiceInfo = INFO, **options: Any
+) -> Iterator[tuple[str, ScriptedService]]:
+    services: list[ScriptedService] = []
+
+    def make() -> ScriptedService:
+        services.append(ScriptedService(script, info))
+        return services[0]
+
+    with run_server(make, ServeOptions(port=0, shutdown_timeout_s=0.2, **options)) as url:
+        yield url, services[0]
+
+
+def sound(index: int, text_end: int | None, *, is_end: bool = False) -> AudioDelta:
+    text = None if text_end is None else "said"
+    return replace(patch(index), segment_text=text, text_end=text_end, is_segment_end=is_end)
+
+
+def call(name: str = "weather", arguments: str = '{"city": "Zürich"}') -> list[runtime.Event]:
+    return [
+        runtime.ToolCallDelta(index=0, name=name),
+        TextDelta(text="", token=7, kind="call"),
+        runtime.ToolCallDelta(index=0, arguments=arguments),
+        runtime.ToolCallDone(index=0, name=name, arguments=arguments),
+    ]
+
+
+def done(reason: Any = "stop", **usage: int) -> Done:
+    return Done(finish_reason=reason, usage=Usage(prompt_tokens=50, completion_tokens=8, **usage))
+
+
+SPOKEN: list[runtime.Event] = [
+    TextDelta(text="Hello", token=1),
+    TextDelta(text=" there,", token=2),
+    sound(0, 12),
+    TextDelta(text=" friend.", token=3),
+    sound(1, None, is_end=True),
+    *call(),
+    sound(2, 20),
+    sound(3, None, is_end=True),
+    done("tool_calls", audio_patches=4),
+]
+
+
+def kinds(events: list[Event]) -> list[str]:
+    """Types of events; repeated ones once."""
+    names = [event["type"].removeprefix("response.") for event in events]
+    return [name for index, name in enumerate(names) if not index or name != names[index - 1]]
+
+
+def answer(client: RealtimeClient, **response: Any) -> Event:
+    """Ask for a response, and read to its end."""
+    client.send("response.create", response=response)
+    found: Event = client.until("response.done")["response"]
+    return found
+
+
+# One response
+
+
+def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
+    with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL], instructions="Be short.")
+        client.say("hello", id="question")
+        client.events.clear()
+        response = answer(client, metadata={"topic": "greeting"})
+        item = "conversation.item"
+        assert kinds(client.events) == [
+            f"{item}.added", f"{item}.done", "created",
+            "output_item.added", f"{item}.added", "content_part.added",
+            "output_audio_transcript.delta", "output_audio.delta", "output_audio_transcript.delta", "output_audio.delta",
+            "output_audio.done", "output_audio_transcript.done", "content_part.done", "output_item.done", f"{item}.done",
+            "output_item.added", f"{item}.added", "function_call_arguments.delta", "function_call_arguments.done",
+            "output_item.done", f"{item}.done", "done",
+        ]  # fmt: skip
+        message, made = response["output"]
+        assert message["content"] == [{"type": "output_audio", "transcript": "Hello there, friend."}]
+        assert (made["name"], made["arguments"]) == ("weather", '{"city": "Zürich"}')
+        assert response["metadata"] == {"topic": "greeting"}
+        assert response["audio"] == {
+            "output": {"format": {"type": "audio/pcm", "rate": RATE}, "voice": "DB30"}
+        }
+        usage = response["usage"]
+        assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (50, 12, 62)
+        assert usage["output_token_details"] == {"text_tokens": 8, "audio_tokens": 4}
+        added = [each for each in client.of(f"{item}.added")]
+        assert [each["previous_item_id"] for each in added] == [None, "question", message["id"]]
+        sounds = [base64.b64decode(each["delta"]) for each in client.of("response.output_audio.delta")]
+        assert len(b"".join(sounds)) == 2 * 4 * 7680  # the resampler keeps nothing back
+
+        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "sunny"}
+        client.send("conversation.item.create", item=result)
+        answer(client)
+        (system, user, own, tool) = service.chats[1].messages
+        assert [each.role for each in (system, user, own, tool)] == ["system", "user", "assistant", "tool"]
+        assert tool.text == "sunny" and own.has_tools and system.text == "Be short."
+        assert service.chats[1].tools.tools[0].name == "weather"
+
+
+@pytest.mark.parametrize("modality", ["text", "audio"])
+@pytest.mark.parametrize(
+    ("script", "status", "output", "error"),
+    [
+        ([TextDelta(text="Hi", token=1), done()], "completed", ["message"], None),
+        ([TextDelta(text="Hi", token=1), done("length")], "incomplete", ["message"], "max_output_tokens"),
+        ([done()], "completed", ["message"], None),  # nothing was said, which is an answer too
+        ([*call(), done("tool_calls")], "completed", ["function_call"], None),
+        ([*call(), TextDelta(text="So.", token=1), done()], "completed", ["function_call", "message"], None),
+        ([TextDelta(text="Hm", token=1, kind="thought"), *call(), *call(), done()], "completed", ["function_call"] * 2, None),
+        ([TextDelta(text="I", token=1), runtime.ToolCallFailed(index=None, text="{")], "failed", ["message"], "invalid_tool_call"),
+        ([], "failed", [], "unfinished"),
+    ],
+)  # fmt: skip
+def test_what_a_response_is_made_of(
+    modality: str, script: list[runtime.Event], status: str, output: list[str], error: str | None
+) -> None:
+    with scripted(script) as (url, _), RealtimeClient(url) as client:
+        client.update(output_modalities=[modality], tools=[TOOL])
+        response = answer(client)
+        assert (response["status"], [each["type"] for each in response["output"]]) == (status, output)
+        details = response["status_details"]
+        assert (details.get("reason") or details.get("error", {}).get("code")) == error
+        kind = "output_audio" if modality == "audio" else "output_text"
+        for item in response["output"]:
+            if item["type"] == "message":
+                assert item["status"] == ("completed" if status == "completed" else "incomplete")
+                assert [part["type"] for part in item["content"]] == [kind]
+
+
+@pytest.mark.parametrize(("encoding", "num_bytes"), [("audio/pcmu", 3 * 2560), ("audio/pcma", 3 * 2560)])
+def test_telephony(encoding: str, num_bytes: int) -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.update(
+            audio={"input": {"format": {"type": encoding}}, "output": {"format": {"type": encoding}}}
+        )
+        response = answer(client)
+        sounds = [base64.b64decode(each["delta"]) for each in client.of("response.output_audio.delta")]
+        assert len(b"".join(sounds)) == num_bytes
+        assert response["audio"]["output"]["format"] == {"type": encoding}
+
+
+# Turns of the user
+
+
+def test_a_turn_is_heard_and_answered() -> None:
     with fake_server() as (url, service), RealtimeClient(url) as client:
-        assert client.next()["type"] == "session.created"
-        client.update(output_modalities=["text"])
-        client.say("hello")
-        client.send("response.create")
+        client.update(audio={"input": {"transcription": {"model": "whisper-1"}}})
+        client.events.clear()
+        client.append(SENTENCE)
+        client.until("conversation.item.input_audio_transcription.completed")
+        if not client.of("response.done"):
+            client.until("response.done")
+        first = [event["type"] for event in client.events[:6]]
+        assert first == [
+            "input_audio_buffer.speech_started", "input_audio_buffer.speech_stopped", "input_audio_buffer.committed",
+            "conversation.item.added", "conversation.item.done", "response.created",
+        ]  # fmt: skip
+        started, stopped, committed, added = client.events[:4]
+        assert {each["item_id"] for each in (started, stopped, committed)} == {added["item"]["id"]}
+        assert (started["audio_start_ms"], stopped["audio_end_ms"]) == (244, 2688)
+        assert added["item"]["content"] == [{"type": "input_audio", "transcript": None}]
+        (part,) = service.chats[0].messages[-1].parts
+        assert isinstance(part, MediaPart) and part.kind == "audio" and not isinstance(part.data, bytes)
+        client.send("conversation.item.retrieve", item_id=added["item"]["id"])
+        item = client.until("conversation.item.retrieved")["item"]
+        assert item["content"] == [{"type": "input_audio", "transcript": "hello world"}]
+        assert client.of("conversation.item.input_audio_transcription.delta")
+        assert metric(url, 'mingc_realtime_turns_total{end="server_vad"}') == 1
+
+
+def test_a_response_begins_in_the_silence_before_a_turn_ends() -> None:
+    """It is not shown before; when the user speaks on, it never was."""
+    with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL])
+        client.append(speech(0.0, 2.12, silence_s=0.35))
+        eventually(
+            lambda: service.num_sent == len(SPOKEN) - 1
+        )  # all but the last one, after which it is not asked
+        client.append(speech(3.1, 4.65))
+        eventually(lambda: metric(url, 'mingc_realtime_early_starts_total{result="dropped"}') == 1)
+        client.append(bytes(2 * RATE))
         client.until("response.done")
-        client.update(output_modalities=["audio"])
-        client.send("response.create")
+        assert len(client.of("response.created")) == len(client.of("input_audio_buffer.committed")) == 1
+        assert metric(url, 'mingc_realtime_early_starts_total{result="used"}') == 1
+        assert len(service.chats) == 2 and len(service.chats[1].messages) == 1
+        answer(client)
+        assert [each.role for each in service.chats[2].messages] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("change", ["item", "settings"])
+def test_a_response_that_began_early_does_not_miss_what_the_client_changes(change: str) -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        client.update(
+            audio={"input": {"turn_detection": {"type": "server_vad", "silence_duration_ms": 1500}}}
+        )
+        client.append(speech(0.0, 2.12, silence_s=0.4))
+        eventually(lambda: len(service.chats) == 1)
+        if change == "item":
+            client.say("Consider this.")
+        else:
+            client.update(instructions="Consider this.")
+        client.append(bytes(4 * RATE))
         client.until("response.done")
-        for e in client.events:
-            print(json.dumps(e)[:300])
+        assert "Consider this." in " ".join(each.text for each in service.chats[-1].messages)
+
+
+def test_without_a_place_a_response_begins_after_the_turn() -> None:
+    with fake_server(max_concurrent_requests=1) as (url, service), RealtimeClient(url) as client:
+        with RealtimeClient(url) as other:
+            other.say("endless")
+            other.send("response.create")
+            other.until("response.output_audio.delta")
+            client.append(speech(0.0, 2.12, silence_s=0.4))
+            eventually(lambda: metric(url, 'mingc_limit_used{limit="requests"}') == 1)
+            other.send("response.cancel")
+            other.until("response.done")
+        eventually(lambda: not service.running)
+        client.append(bytes(RATE))
+        assert client.until("response.done")["response"]["status"] == "completed"
+
+
+def test_commit_and_clear_by_the_client() -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        client.update(audio=NO_TURNS)
+        client.append(speech(0.0, 1.0))
+        client.send("input_audio_buffer.clear")
+        client.until("input_audio_buffer.cleared")
+        client.send("input_audio_buffer.commit", event_id="mine")
+        error = client.until("error")["error"]
+        assert (error["code"], error["event_id"]) == ("input_audio_buffer_commit_empty", "mine")
+        client.append(SENTENCE)
+        client.send("input_audio_buffer.commit")
+        committed = client.until("input_audio_buffer.committed")
+        client.until("conversation.item.done")
+        assert not service.chats
+        answer(client)
+        assert len(service.chats[0].messages) == 1
+        assert client.of("conversation.item.added")[0]["item"]["id"] == committed["item_id"]
+
+
+def test_silence_for_too_long_is_a_turn() -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.update(audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}})
+        client.say("Are you there?")
+        answer(client)
+        triggered = client.until("input_audio_buffer.timeout_triggered")
+        assert client.until("input_audio_buffer.committed")["item_id"] == triggered["item_id"]
+        client.until("response.done")
+        assert metric(url, 'mingc_realtime_turns_total{end="idle_timeout"}') == 1
+
+
+# Interruption
+
+
+def test_speech_interrupts_an_answer() -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        client.say("endless")
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        client.append(SENTENCE)
+        client.until("input_audio_buffer.speech_started")
+        cut = client.until("response.done")["response"]
+        assert cut["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
+        assert [item["status"] for item in cut["output"]] == ["incomplete"]
+        after = client.events[client.events.index(client.of("input_audio_buffer.speech_started")[0]) :]
+        assert not [event for event in after if event["type"].endswith("audio.delta")]
+        client.until("response.created")
+        client.send("response.cancel")
+        assert client.until("response.done")["response"]["status_details"]["reason"] == "client_cancelled"
+        eventually(lambda: not service.running)
+        assert metric(url, 'mingc_realtime_interruptions_total{reason="turn_detected"}') == 1
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        asked, heard, said = service.chats[-1].messages[:3]
+        assert asked.text == "endless" and heard.role == "assistant" and said.parts[0].size > 1000
+
+
+def test_a_turn_that_does_not_interrupt_is_answered_afterwards() -> None:
+    with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
+        service.allowed = 3
+        detection = {"type": "server_vad", "interrupt_response": False}
+        client.update(audio={"input": {"turn_detection": detection}}, tools=[TOOL])
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        client.append(SENTENCE)
+        client.until("input_audio_buffer.committed")
+        service.allowed = 1 << 30
+        assert client.until("response.done")["response"]["status"] == "completed"
+        assert client.until("response.done")["response"]["status"] == "completed"
+        assert [each.role for each in service.chats[1].messages] == ["assistant", "user"]
+
+
+ACTIONS = ["close", "cancel", "truncate", "truncate 0", "clear", "delete", "speak"]
+
+
+@pytest.fixture(scope="module")
+def stepped() -> Iterator[tuple[str, ScriptedService]]:
+    """A server that tests share, whose service sends as many events as it may."""
+    with scripted(SPOKEN) as found:
+        yield found
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_action_at_every_event(action: str, stepped: tuple[str, ScriptedService]) -> None:
+    """Order rules hold, every response has one end, the session goes on, and nothing is held."""
+    url, service = stepped
+    for num_events in range(len(SPOKEN)):
+        service.allowed, service.num_sent = num_events, 0
+        with RealtimeClient(url) as client:
+            client.update(tools=[TOOL])
+            client.send("response.create")
+            client.until("response.created")
+            eventually(lambda n=num_events: bool(service.running) and service.num_sent == n)
+            _sync(client)
+            items = client.of("response.output_item.added")
+            item_id = items[0]["item"]["id"] if items else "nothing"
+            heard_ms = _sound_ms(client)
+            if action == "close":
+                continue
+            _act(client, action, item_id)
+            if action in ("clear", "delete"):
+                service.allowed = 1 << 30
+                assert client.until("response.done")["response"]["status"] == "completed"
+            elif action.startswith("truncate") and not items:
+                client.send("response.cancel")
+                client.until("response.done")
+            else:
+                end = client.until("response.done")["response"]
+                assert end["status"] == "cancelled" and len(end["output"]) == bool(items)
+                assert _sound_ms(client) == heard_ms
+                assert end["usage"]["output_token_details"]["audio_tokens"] <= heard_ms // 300
+            if action.startswith("truncate") and items:
+                at = client.until("conversation.item.truncated")["audio_end_ms"]
+                assert at == (0 if action.endswith(" 0") else min(heard_ms, 500))
+            if action == "speak":
+                client.until("response.created")
+                client.send("response.cancel")
+                client.until("response.done")
+            service.allowed = 1 << 30
+            assert answer(client)["status"] == "completed"
+            assert len(client.of("response.created")) == len(client.of("response.done"))
+    eventually(lambda: not service.running and metric(url, "mingc_num_realtime_sessions") == 0)
+    assert metric(url, "mingc_num_requests_running") == metric(url, "mingc_body_bytes") == 0
+
+
+def _sync(client: RealtimeClient) -> None:
+    """Read what was sent until now."""
+    client.send("conversation.item.retrieve", item_id="unknown")
+    assert client.until("error")["error"]["code"] == "item_retrieve_invalid_item_id"
+
+
+def _sound_ms(client: RealtimeClient) -> int:
+    deltas = client.of("response.output_audio.delta")
+    return sum(len(base64.b64decode(each["delta"])) for each in deltas) * 500 // RATE
+
+
+def _act(client: RealtimeClient, action: str, item_id: str) -> None:
+    match action:
+        case "cancel":
+            client.send("response.cancel")
+        case "truncate" | "truncate 0":
+            at = 0 if action.endswith(" 0") else 500
+            client.send("conversation.item.truncate", item_id=item_id, content_index=0, audio_end_ms=at)
+            if item_id == "nothing":
+                assert client.until("error")["error"]["code"] == "item_truncate_invalid_item_id"
+        case "clear":
+            client.send("input_audio_buffer.clear")
+            client.until("input_audio_buffer.cleared")
+        case "delete":
+            client.send("conversation.item.delete", item_id=item_id)
+            client.until("conversation.item.deleted", "error")
+        case "speak":
+            client.append(SENTENCE)
+            client.until("input_audio_buffer.speech_started")
+
+
+def test_sessions_that_are_dropped_at_once_leave_nothing() -> None:
+    with fake_server() as (url, service):
+
+        def drop(number: int) -> None:
+            for index in range(number, 60, 4):
+                with RealtimeClient(url) as client:
+                    client.say("endless" if index % 2 else "hello")
+                    client.send("response.create")
+                    for _ in range(index % 9):
+                        client.next()
+
+        threads = [threading.Thread(target=drop, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        eventually(lambda: metric(url, "mingc_num_realtime_sessions") == 0)
+        eventually(lambda: not service.running)
+        assert metric(url, "mingc_num_requests_running") == metric(url, "mingc_body_bytes") == 0
+
+
+# Items, several responses, limits
+
+
+def test_items_are_answered_while_a_response_runs() -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.say("endless")
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        client.say("more", id="more")
+        client.until("conversation.item.done", where=lambda event: event["item"]["id"] == "more")
+        client.send("conversation.item.delete", item_id="more")
+        client.until("conversation.item.deleted")
+        client.send("response.create", event_id="second")
+        error = client.until("error")["error"]
+        assert (error["code"], error["event_id"]) == ("conversation_already_has_active_response", "second")
+        client.send("response.cancel")
+        client.until("response.done")
+        client.send("response.cancel", event_id="again")
+        error = client.until("error")["error"]
+        assert (error["code"], error["event_id"]) == ("response_cancel_not_active", "again")
+        assert error["message"].startswith("Cancellation failed")
+
+
+def test_responses_out_of_band() -> None:
+    with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL])
+        client.say("hello", id="hello")
+        client.until("conversation.item.done")
+        service.allowed = 2
+        aside = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "aside"}]}
+        for given in ([aside, {"type": "item_reference", "id": "hello"}], []):
+            response = {"conversation": "none", "output_modalities": ["text"], "input": given}
+            client.send("response.create", response=response)
+            created = client.until("response.created")["response"]
+            assert created["conversation_id"] is None
+        client.send("response.create", response={"conversation": "none"})
+        assert client.until("error")["error"]["code"] == "conversation_already_has_active_response"
+        client.send("response.create")
+        eventually(lambda: len(service.chats) == 3)
+        texts = [" ".join(message.text for message in chat.messages) for chat in service.chats]
+        assert texts == ["aside hello", "", "hello"]
+        client.send("response.cancel", response_id=created["id"])
+        assert client.until("response.done")["response"]["id"] == created["id"]
+        service.allowed = 1 << 30
+        client.until("response.done")
+        client.until("response.done")
+        assert len(client.of("conversation.item.added")) == 3  # question, answer and call of the conversation
+
+
+def test_a_picture_and_one_that_is_none() -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        picture = {"type": "input_image", "image_url": image_data_url()}
+        text = {"type": "input_text", "text": "What is this?"}
+        item = {"type": "message", "role": "user", "content": [picture, text]}
+        client.send("conversation.item.create", item=item)
+        answer(client)
+        assert [type(part).__name__ for part in service.chats[0].messages[0].parts] == [
+            "MediaPart",
+            "TextPart",
+        ]
+        broken = {
+            "type": "input_audio",
+            "audio": base64.b64encode(bytes(20)).decode(),
+        }  # too short to be heard
+        item = {"type": "message", "role": "user", "content": [broken]}
+        client.send("conversation.item.create", item=item, event_id="broken")
+        error = client.until("error")["error"]
+        assert (error["type"], error["event_id"]) == ("invalid_request_error", "broken")
+        assert answer(client)["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "kind"),
+    [
+        ("overloaded", None, "server_error"),
+        ("too long", "invalid_value", "invalid_request_error"),
+        ("fail first", None, "server_error"),
+        ("fail midway", None, "server_error"),
+        ("crash midway", "internal_error", "server_error"),
+    ],
+)
+def test_a_response_that_fails(text: str, code: str | None, kind: str) -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.say(text, id="bad")
+        response = answer(client)
+        error = response["status_details"]["error"]
+        assert (response["status"], error.get("code"), error["type"]) == ("failed", code, kind)
+        client.send("conversation.item.delete", item_id="bad")
+        client.until("conversation.item.deleted")
+        assert answer(client)["status"] == "completed"
+
+
+def test_limits_of_keys_and_places(tmp_path: Any) -> None:
+    (tmp_path / "keys").write_text("good\n")
+    headers = {"additional_headers": {"authorization": "Bearer good"}}
+    with fake_server(api_key_file=tmp_path / "keys", key_max_requests=1, has_open_metrics=True) as (url, _):
+        with pytest.raises(InvalidStatus), RealtimeClient(url):
+            pass
+        with RealtimeClient(url, **headers) as first, RealtimeClient(url, **headers) as second:
+            first.say("endless")
+            first.send("response.create")
+            first.until("response.output_audio.delta")
+            error = answer(second)["status_details"]["error"]
+            assert (error["code"], error["type"]) == ("rate_limit_exceeded", "server_error")
+        eventually(lambda: metric(url, "mingc_num_realtime_sessions") == 0)
+        assert metric(url, "mingc_num_requests_running") == 0
+
+
+def test_the_memory_of_a_session_is_limited() -> None:
+    """By the budget of all bodies; what is refused leaves the session as it was."""
+    with fake_server(max_body_bytes=1 << 20, max_total_body_bytes=1 << 20) as (url, _):
+        with RealtimeClient(url) as client:
+            client.update(audio=NO_TURNS)
+            client.append(bytes(1_200_000), size=9000)
+            error = client.until("error")["error"]
+            assert error["code"] == "body_budget_exhausted"
+            client.send("input_audio_buffer.clear")
+            while client.until("input_audio_buffer.cleared", "error")["type"] == "error":
+                pass
+            client.say("hello")
+            assert answer(client)["status"] == "completed"
+        eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [
+        ("auto", ["three", "You said: one two three"]),
+        ("disabled", None),
+    ],
+)
+def test_the_oldest_turns_are_left_out(truncation: Any, kept: Any) -> None:
+    info = replace(INFO, max_model_len=400)
+    with scripted([TextDelta(text="yes", token=None), done()], info) as (url, service):
+        with RealtimeClient(url) as client:
+            client.update(output_modalities=["text"], truncation=truncation)
+            for number in range(12):
+                client.say(f"{number}:" + 40 * "x")
+                answer(client)
+        lengths = [sum(7 + len(m.text) for m in chat.messages) for chat in service.chats]
+        firsts = [chat.messages[0].text[:2] for chat in service.chats]
+        if truncation == "disabled":
+            assert set(firsts) == {"0:"} and max(lengths) > 400
+        else:
+            assert max(lengths) <= 400 and len(set(firsts)) > 1
+            assert all(chat.messages[0].role == "user" for chat in service.chats)
+            assert all(chat.messages[-1].text.startswith(f"{n}:") for n, chat in enumerate(service.chats))
+
+
+# Connection
+
+
+def test_events_that_are_changed_at_random_end_no_session() -> None:
+    """Bytes are changed, cut and doubled; the seed is fixed."""
+    random = Random(36)
+    picture = {"type": "input_image", "image_url": image_data_url()}
+    item = {
+        "id": "a",
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "hi"}, picture],
+    }
+    made: list[Event] = [
+        {"type": "session.update", "session": {"type": "realtime", "audio": NO_TURNS, "tools": [TOOL]}},
+        {"type": "conversation.item.create", "item": item, "previous_item_id": "root"},
+        {"type": "conversation.item.truncate", "item_id": "a", "content_index": 0, "audio_end_ms": 500},
+        {"type": "input_audio_buffer.append", "audio": base64.b64encode(speech(0.5, 0.7)).decode()},
+        {
+            "type": "response.create",
+            "response": {"input": [item], "conversation": "none", "metadata": {"a": "b"}},
+        },
+        {"type": "response.cancel", "response_id": "resp_1"},
+    ]
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        for _number in range(400):
+            data = bytearray(json.dumps(random.choice(made)).encode())
+            for _change in range(random.randint(0, 4)):
+                place = random.randrange(len(data) + 1)
+                data[place : place + random.choice((0, 1, 9))] = random.choice(
+                    (b"", b"0", b'"', b"\xff", b"[null]")
+                )
+            client.socket.send(bytes(data))
+        client.send("conversation.item.delete", item_id="the end")
+        client.until("error", where=lambda event: "the end" in event["error"]["message"])
+        client.update(audio={"input": {"turn_detection": None}})
+        client.send("response.cancel")
+        assert client.until("error", "response.done")
+        assert answer(client)["status"] in ("completed", "failed")
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "code"),
+    [("?model=unknown", 404, "model_not_found"), ("?call_id=rtc_1", 400, "unsupported_parameter")],
+)
+def test_a_query_that_is_refused(query: str, status: int, code: str) -> None:
+    with fake_server() as (url, _):
+        with pytest.raises(InvalidStatus) as refused, RealtimeClient(url, query):
+            pass
+        assert refused.value.response.status_code == status and code.encode() in refused.value.response.body
+        assert httpx.get(f"{url}/v1/realtime", trust_env=False).status_code == 426
+        with RealtimeClient(url, "?model=ming-omni&other=1") as client:
+            assert client.next()["session"]["model"] == "ming-omni"
+
+
+def test_a_session_that_is_too_old() -> None:
+    with fake_server(max_session_s=1.0) as (url, service), RealtimeClient(url) as client:
+        client.say("endless")
+        client.send("response.create")
+        assert client.until("error")["error"]["code"] == "session_expired"
+        with pytest.raises(ConnectionClosed) as closed:
+            client.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1000
+        eventually(lambda: not service.running)

@@ -241,7 +241,8 @@ def test_media_reach_the_service(client: Client) -> None:
 
 @pytest.mark.parametrize(("audio_format", "kind"), [("wav", "audio/wav"), ("pcm", "audio/pcm;rate=24000;channels=1"),
                                                     ("flac", "audio/flac"), ("mp3", "audio/mpeg"),
-                                                    ("opus", "audio/ogg"), ("aac", "audio/aac")])  # fmt: skip
+                                                    ("opus", "audio/ogg"), ("aac", "audio/aac"),
+                                                    ("pcmu", "audio/PCMU"), ("pcma", "audio/PCMA")])  # fmt: skip
 def test_speech(client: Client, audio_format: str, kind: str) -> None:
     whole = client.speak(response_format=audio_format, voice="Lina", seed=4, stream=False)
     assert (whole.status_code, whole.headers["content-type"]) == (200, kind)

@@ -131,9 +131,7 @@ class FakeService:
                 self._check_voice(request.speech, "audio.")
             parts = [part for message in request.messages if message.role == "user" for part in message.parts]
             text = " ".join(part.text for part in parts if isinstance(part, TextPart))
-            media = [
-                f"{part.kind} of {len(part.data)} bytes" for part in parts if isinstance(part, MediaPart)
-            ]
+            media = [f"{part.kind} of {part.size} bytes" for part in parts if isinstance(part, MediaPart)]
             is_spoken = request.speech is not None
         else:
             self.completions.append(request)
@@ -198,7 +196,7 @@ class FakeService:
         assert isinstance(part.data, bytes | memoryview)
         task = MediaTask(kind="audio", where=part.where, max_bytes=1 << 30, audio=audio_parameters())
         features = await asyncio.to_thread(InProcessDecoder().run, task, part.data)
-        return replace(part, data=features)
+        return replace(part, data=features, num_tokens=getattr(features, "num_tokens", None))
 
     async def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         self.speeches.append(request)
@@ -306,7 +304,7 @@ class FakeService:
                 await asyncio.sleep(0)
             while "endless" in text:
                 await self._sleep(0.01)
-                yield patch(0) if spoken else TextDelta(text=" more")
+                yield replace(patch(0), text_end=length) if spoken else TextDelta(text=" more")
             if "wait" in text:
                 await self._sleep(60.0)
             self.ends[name] = "done"

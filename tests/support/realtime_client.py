@@ -5,28 +5,33 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import soundfile
+import soxr
+from openai import OpenAI
 from openai.types.realtime import RealtimeServerEvent
 from pydantic import TypeAdapter
 from websockets.sync.client import connect
 
 _EVENTS: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
 Event = dict[str, Any]
+RATE = 24000
+_CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
 class RealtimeClient:
     """A session. `events`: all that were received."""
 
     def __init__(self, url: str, query: str = "", **options: Any) -> None:
-        self._connecting = connect(
-            url.replace("http", "ws", 1) + "/v1/realtime" + query, proxy=None, max_size=900_000, **options
-        )
+        self._url, self._options = url.replace("http", "ws", 1) + "/v1/realtime" + query, options
         self.events: list[Event] = []
         self._order = OrderCheck()
 
     def __enter__(self) -> Self:
+        self._connecting = connect(self._url, proxy=None, max_size=900_000, **self._options)
         self.socket = self._connecting.__enter__()
         return self
 
@@ -36,7 +41,13 @@ class RealtimeClient:
         self._connecting.__exit__(kind, error, traceback)
 
     def send(self, type: str, **fields: Any) -> None:
-        self.socket.send(json.dumps({"type": type, **fields}))
+        self._send({"type": type, **fields})
+
+    def _send(self, event: Event) -> None:
+        self.socket.send(json.dumps(event))
+
+    def _receive(self) -> str | bytes:
+        return self.socket.recv(timeout=30)
 
     def say(self, text: str, **fields: Any) -> None:
         """Add a text of the user."""
@@ -61,7 +72,7 @@ class RealtimeClient:
         return session_object
 
     def next(self) -> Event:
-        raw = self.socket.recv(timeout=30)
+        raw = self._receive()
         _EVENTS.validate_json(raw, strict=True)
         event: Event = json.loads(raw)
         self._order.add(event)
@@ -79,6 +90,33 @@ class RealtimeClient:
     def of(self, *types: str) -> list[Event]:
         """Events of these types that were received."""
         return [event for event in self.events if event["type"] in types]
+
+
+class OfficialClient(RealtimeClient):
+    """The same by OpenAI's client."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._openai = OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=120)
+
+    def __enter__(self) -> Self:
+        self._manager = self._openai.realtime.connect(
+            model="ming-omni", websocket_connection_options={"legacy": True}
+        )
+        self._connection = self._manager.enter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._manager.__exit__(kind, error, traceback)
+        self._openai.close()
+
+    def _send(self, event: Any) -> None:
+        self._connection.send(event)
+
+    def _receive(self) -> bytes:
+        return self._connection.recv_bytes()
 
 
 class OrderCheck:
@@ -150,3 +188,11 @@ class OrderCheck:
             kinds = [{"content_part", "output_item"} | each for each in
                      ({"output_audio", "output_audio_transcript"}, {"output_text"})]  # fmt: skip
             assert ended in [*kinds, {"function_call_arguments", "output_item"}]
+
+
+def speech(start_s: float = 0.0, end_s: float | None = None, silence_s: float = 0.0) -> bytes:
+    """Part of the spoken sentences of `tests/data/speech`, then silence: PCM of 16 bits at 24 kHz."""
+    samples, rate = soundfile.read(_CLIP, dtype="float32")
+    part = samples[int(start_s * rate) : None if end_s is None else int(end_s * rate)]
+    pcm = (soxr.resample(part, rate, RATE) * 32767).astype("<i2")
+    return bytes(pcm.tobytes()) + bytes(2 * int(silence_s * RATE))

@@ -32,12 +32,22 @@ from mingc.media.image import load_image
 from mingc.media.limits import MediaLimits
 from mingc.media.video import sample_video
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.conversation import MediaPart, Message, Role, TextPart, ToolCall, VideoParams
+from mingc.prompts.conversation import (
+    MediaPart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    TokensPart,
+    ToolCall,
+    VideoParams,
+)
 from mingc.prompts.features import AudioFeatures, Features
 from mingc.prompts.media_decoder import MediaTask
 from mingc.prompts.prompt_writer import MediaFeatures
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.prompts.tools import tool_of
 
 CASES = document("preprocess")["processor_template"]
 ROLES: dict[str, Role] = {"HUMAN": "user", "ASSISTANT": "assistant"}
@@ -192,7 +202,7 @@ def test_an_empty_system_message_takes_the_place_of_the_default_text(parts: tupl
     )
 
 
-def said(role: Role, *parts: TextPart | ToolCall) -> Message:
+def said(role: Role, *parts: Part) -> Message:
     return Message(role=role, parts=parts)
 
 
@@ -228,17 +238,94 @@ def test_a_conversation_may_end_with_any_role(roles: tuple[Role, ...]) -> None:
     assert tokenizer().decode(ids, skip_special_tokens=False).endswith("<|role_end|><role>ASSISTANT</role>")
 
 
-def test_system_messages_are_joined_by_newlines() -> None:
+def test_system_messages_are_joined_at_the_beginning_and_later_ones_stand_at_their_place() -> None:
     messages = [
-        Message(role="system", parts=(TextPart(text="One."),)),
+        said("system", TextPart(text="One.")),
+        said("system", TextPart(text="Two"), TextPart(text=" three.")),
         user("Hi"),
-        Message(role="system", parts=(TextPart(text="Two"), TextPart(text=" three."))),
+        said("system", TextPart(text="Be brief.")),
+        user("there"),
+        user(),
     ]
-    prompt, _ = processor().prepare(messages, thinking=True)
-    assert tokenizer().decode(prompt.input_ids.tolist(), skip_special_tokens=False) == (
+    assert decoded(processor().prepare(messages, thinking=True)[0]) == (
         "<role>SYSTEM</role>One.\nTwo three.\n\ndetailed thinking on<|role_end|>"
-        "<role>HUMAN</role>Hi<|role_end|><role>ASSISTANT</role>"
+        "<role>HUMAN</role>Hi<|role_end|><role>SYSTEM</role>Be brief.<|role_end|>"
+        "<role>HUMAN</role>there<|role_end|><role>HUMAN</role><|role_end|><role>ASSISTANT</role>"
     )
+
+
+def test_a_turn_leaves_the_prompt_before_it_as_it_was() -> None:
+    """So the prefix cache serves it, whichever message is added."""
+    messages = [user("Hi"), said("assistant", TextPart(text="Yes?"))]
+    end = len(tokenizer().encode("<role>ASSISTANT</role>"))
+    before = processor().prepare(messages).tokens.input_ids.tolist()[:-end]
+    for added in (said("system", TextPart(text="Be brief.")), said("assistant"), user(), user("Well.")):
+        ids = processor().prepare([*messages, added]).tokens.input_ids.tolist()
+        assert ids[: len(before)] == before
+
+
+def test_an_answer_is_written_with_the_ids_that_the_model_chose() -> None:
+    """Its text would be tokenized otherwise; text and calls that follow it are tokenized as ever."""
+    odd = tuple(tokenizer().encode_plain(letter)[0] for letter in "Hello there.")
+    assert list(odd) != tokenizer().encode_plain("Hello there.")
+    call = ToolCall(name="f", arguments="{}")
+    by_ids, by_text = (
+        processor().prepare([user("Hi"), said("assistant", part, TextPart(text=" So"), call), user("Go on")])
+        for part in (TokensPart(ids=odd), TextPart(text="Hello there."))
+    )
+    assert decoded(by_ids[0]) == decoded(by_text[0])
+    ids = by_ids[0].input_ids.tolist()
+    start = next(i for i in range(len(ids)) if tuple(ids[i : i + len(odd)]) == odd)
+    assert ids[start + len(odd) :][: len(tokenizer().encode_plain(" So"))] == tokenizer().encode_plain(" So")
+
+
+def encoded_clip() -> MediaPart:
+    return MediaPart(kind="audio", data=media_bytes("audio")["audio"][0], where="item.content[0]")
+
+
+def test_sizes_of_messages_add_up_to_the_prompt_and_turns_can_be_left_out() -> None:
+    chat = processor()
+    clip = chat.decode(encoded_clip())
+    tools = [tool_of({"type": "function", "function": {"name": "f"}})]
+    messages = [
+        said("system", TextPart(text="One.")),
+        said("system", TextPart(text="Two.")),
+        user(clip, "Listen."),
+        said("assistant", TokensPart(ids=(40, 41, 42)), ToolCall(name="f", arguments="{}")),
+        said("tool", TextPart(text="1")),
+        said("tool", TextPart(text="2")),
+        said("system", TextPart(text="Be brief.")),
+        said("assistant"),
+        user("Thanks."),
+    ]
+    sizes = chat.count(messages, tools=tools)
+    assert len(sizes) == len(messages) + 1 and sizes[1:3] == [0, 0] and min(sizes[3:]) > 2
+    for first in (2, 7):
+        left = [*messages[:2], *messages[first:]]
+        length = chat.prepare(left, tools=tools).tokens.num_tokens
+        assert length == sizes[0] + sum(sizes[first + 1 :])
+
+
+def test_a_conversation_beyond_the_context_is_counted() -> None:
+    chat = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None, max_tokens=40)
+    messages = [user("a b " * 30), user("a" * 10_000_000), user("Hi")]
+    with pytest.raises(RequestError, match="the context holds 40"):
+        chat.prepare(messages[:1])
+    sizes = chat.count(messages)
+    assert sizes[1] > 40 and sizes[2] > 40
+    assert chat.prepare(messages[2:]).tokens.num_tokens == sizes[0] + sizes[3] < 40
+
+
+def test_a_medium_is_decoded_once_for_many_prompts() -> None:
+    part = encoded_clip()
+    features = processor().decode(part)
+    without_decoder = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=audio_parameters())
+    first, second = processor().prepare([user(part)]), without_decoder.prepare([user(features)])
+    assert np.array_equal(first.tokens.input_ids, second.tokens.input_ids)
+    assert np.array_equal(first.media.audio[0].mel, second.media.audio[0].mel)
+    with pytest.raises(RequestError) as refused:
+        processor().decode(dataclasses.replace(part, data=b"nothing"))
+    assert refused.value.where == "item.content[0]"
 
 
 def parsing_processor() -> ChatProcessor:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from mingc.errors import RequestError
 from mingc.prompts.chat import ChatProcessor
-from mingc.prompts.conversation import Message, Part, TextPart, ThoughtPart, ToolCall
+from mingc.prompts.conversation import Message, Part, Role, TextPart, ThoughtPart, ToolCall
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.tools import tool_of
 
@@ -31,6 +31,17 @@ def test_the_template_renders_the_recorded_prompts(case: str) -> None:
     recorded = CASES[case]
     assert render(**recorded) == recorded["prompt"]
     assert tokenizer().encode(recorded["prompt"]) == recorded["input_ids"]
+
+
+def test_later_system_messages_stand_where_the_template_writes_them() -> None:
+    roles: list[Role] = ["system", "user", "assistant", "system", "user", "user", "system"]
+    messages = [{"role": role, "content": f"Text {index}."} for index, role in enumerate(roles)]
+    processor = ChatProcessor(tokenizer(), thinker_parameters(), vision=None, audio=None)
+    prompt, _ = processor.prepare(
+        [Message(role=role, parts=parts(each)) for role, each in zip(roles, messages, strict=True)]
+    )
+    text = render(messages=messages, add_generation_prompt=True, enable_thinking=False)
+    assert prompt.input_ids.tolist() == tokenizer().encode(text)
 
 
 def parts(message: dict[str, Any]) -> tuple[Part, ...]:

@@ -238,7 +238,7 @@ def _types_at(type_: type, keys: _Keys) -> Iterator[inspect.Type]:
         children: list[inspect.Type] = []
         for each in found:
             each = each.type if isinstance(each, inspect.Metadata) else each
-            if isinstance(each, inspect.ListType) and isinstance(key, int):
+            if isinstance(each, inspect.ListType | inspect.VarTupleType) and isinstance(key, int):
                 children += _flatten(each.item_type)
             elif isinstance(each, inspect.DictType):
                 children += _flatten(each.value_type)

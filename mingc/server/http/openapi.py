@@ -89,7 +89,7 @@ def openapi_document() -> bytes:
 
 def _paths() -> Json:
     chat, text = ({**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion))
-    kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm")
+    kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm", "PCMU", "PCMA")
     speech: Json = {name: {} for name in (*(f"audio/{kind}" for kind in kinds), "text/event-stream")}
     either = [_schema(each)["schema"] for each in (Transcription, VerboseTranscription)]
     transcript: Json = {

@@ -344,8 +344,9 @@ def _audio_spec(fields: SpeechFields, audio_format: AudioFormat, info: ServiceIn
     rate = as_integer(fields.sample_rate, f"{prefix}sample_rate")
     rates = RATES.get(audio_format)
     if rate is not None and rates is not None and rate not in rates:
-        *others, last = map(str, rates)
-        why = f"is {rate}, but {audio_format} has {', '.join(others)} and {last} only"
+        why = f"is {rate}, but {audio_format} has {', '.join(map(str, rates[:-1]))} and {rates[-1]} only"
+        if len(rates) == 1:
+            why = f"is {rate}, but {audio_format} has {rates[0]} only"
         raise invalid(f"{prefix}sample_rate", why)
     return AudioSpec(
         format=audio_format,

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Raw, Struct, defstruct, field, json
 
-from mingc.server.audio_format import MAX_RATE, MIN_RATE, AudioFormat
+from mingc.server.audio_format import MAX_RATE, MIN_RATE
 from mingc.server.http.body import MediaString
 from mingc.server.http.forms import File
 
@@ -247,7 +247,7 @@ class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
 class ChatAudio(SpeechFields, kw_only=True):
     """`format`: `wav` by default."""
 
-    format: AudioFormat | None = None
+    format: Literal["wav", "mp3", "opus", "aac", "flac", "pcm16"] | None = None
 
 
 ToolName = Annotated[str, Meta(max_length=MAX_TOOL_NAME)]
@@ -447,7 +447,7 @@ class SpeechBody(SpeechFields, kw_only=True):
 
     model: str | None = None
     input: str | None = None
-    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm", "pcmu", "pcma"] | None = None
     stream: bool | None = None
     stream_format: Literal["audio", "sse"] | None = None
     timestamp_granularities: Annotated[list[str], Meta(max_length=8)] | None = None

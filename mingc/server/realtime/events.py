@@ -26,7 +26,7 @@ from mingc.server.realtime.items import (
     ItemReference,
     make_item,
 )
-from mingc.server.realtime.session import GA_PATHS, Encoding, ResponseFields, Served, new_id
+from mingc.server.realtime.session import Encoding, ResponseFields, Served, new_id, with_new_name
 
 # A client event of more bytes is parsed on a thread: base64 of 15 MiB takes 30 ms.
 INLINE_BYTES = 64 * 1024
@@ -108,7 +108,7 @@ class InputAudioBufferAppend(Struct, kw_only=True):
     """`audio`: in the session's input format; it may end within a sample."""
 
     event_id: str | None = None
-    audio: memoryview
+    audio: bytes
 
 
 class ItemCreate(Struct, kw_only=True):
@@ -120,7 +120,7 @@ class ItemCreate(Struct, kw_only=True):
 
 
 class ResponseCreate(Struct, kw_only=True):
-    """`response`: for `response_settings`. `input`: new items, and ids of items of the conversation; None: all of it."""
+    """`response`: for `response_settings`. `input`: new items, and ids of the conversation's; None: all of these."""
 
     event_id: str | None = None
     response: ResponseFields
@@ -164,16 +164,12 @@ def parse_event(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
     try:
         return _parse(raw, served, encoding)
     except RequestError as error:
-        message, param, code = error.message, error.param, error.code
-        if code in ("invalid_json", "body_too_complex") or param in ("body", "type"):
-            message = message.replace("The request body", "The event").replace("'body'", "The event")
-            param, code = (
-                None if param == "body" else param,
-                code if code == "unsupported_event" else "invalid_event",
-            )
-        elif code == "unknown_parameter" and (now := GA_PATHS.get(param or "")) is not None:
-            message = f'Unknown parameter: "{param}". It is "{now}" now.'
-        raise RequestError(message, param=param, code=code) from error
+        if error.param == "body" or error.code in ("invalid_json", "body_too_complex"):
+            message = error.message.replace("The request body", "The event").replace("'body'", "The event")
+            raise RequestError(message, code="invalid_event") from error
+        if error.param == "type" and error.code != "unsupported_event":
+            raise RequestError(error.message, param="type", code="invalid_event") from error
+        raise with_new_name(error) from error
 
 
 def event_id_of(raw: bytes) -> str | None:
@@ -199,7 +195,7 @@ def _parse(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
         case _AppendFields(event_id=event_id, audio=audio):
             part = MediaPart(kind="audio", data=audio, where="audio", is_base64=True)
             data = decode_data(part, audio, MAX_APPEND_BYTES)
-            return InputAudioBufferAppend(event_id=event_id, audio=data)
+            return InputAudioBufferAppend(event_id=event_id, audio=bytes(data))
         case _ItemCreateFields():
             item = make_item(event.item, "item", served, encoding)
             return ItemCreate(event_id=event.event_id, item=item, previous_item_id=event.previous_item_id)

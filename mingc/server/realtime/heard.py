@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
 
 from mingc.prompts.conversation import TextPart, TokensPart
-from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
+from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.request import AudioDelta, TextDelta
 
 # How fast the first segment is spoken, in characters a second, until its length is known.
 _IDEOGRAPHS_S, _LETTERS_S = 6, 15
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 _IDEOGRAPH = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯豈-﫿]")
 
 
@@ -53,14 +55,15 @@ class Answer:
 
     def __init__(self, tokenizer: TextTokenizer, *, sample_rate: int = 24000, is_spoken: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer)
+        self._decoder = _utf8_decoder("replace")
         self._sample_rate = sample_rate
         self._is_spoken = is_spoken
         self.text = ""
         self.num_samples = 0
         self._ids: list[int] = []
         self._written = ""  # the text of `_ids`
-        self._token_ends: list[int] = []  # places in `_written`; equal ones within a character
+        self._start = 0  # of the text, in `_written`
+        self._places: list[tuple[int, int]] = []  # where tokens end: characters of `_written`, ids
         self._segments: list[_Segment] = []
         self._is_complete = False
         self._cut: int | None = None  # samples
@@ -74,11 +77,15 @@ class Answer:
         """Add what was generated. Thoughts and tokens of calls count for nothing."""
         if delta.kind != "text":
             return
-        self.text += delta.text
-        if delta.token is not None and self._tokenizer.token_bytes(delta.token) is not None:
+        added = None if delta.token is None else self._tokenizer.token_bytes(delta.token)
+        if added is not None and delta.token is not None:  # special tokens have no text
             self._ids.append(delta.token)
-            self._written += self._detokenizer.push(delta.token)
-            self._token_ends.append(len(self._written))
+            self._written += self._decoder.decode(added)
+            if not self._decoder.getstate()[0]:  # else the token ends within a character
+                self._places.append((len(self._written), len(self._ids)))
+        if not self.text:  # tokens before it ended a thought, or are white space that follows one
+            self._start = max(self._written.rfind(delta.text), 0)
+        self.text += delta.text
 
     def add_sound(self, num_samples: int, patch: AudioDelta | None = None) -> None:
         """Count samples that were written to the socket: of a patch, or the rest that a resampler held back."""
@@ -86,6 +93,9 @@ class Answer:
         if patch is not None and patch.segment_text is not None:
             assert patch.text_end is not None, "the speech of an answer says where its segments end"
             self._segments.append(_Segment(patch.text_end))
+        if not self._segments:
+            assert not num_samples, "sound belongs to a segment"
+            return
         segment = self._segments[-1]
         segment.num_samples += num_samples
         if patch is not None:
@@ -113,35 +123,36 @@ class Answer:
             return self._part(len(self.text))
         return self._part(self._heard_characters(samples))
 
-    def _token_places(self) -> tuple[int, list[tuple[int, int]]]:
-        """Where tokens end in the text: characters, and ids so far; before them, how many ids the text leaves out.
+    def _token_places(self) -> list[tuple[int, int]]:
+        """Where the text may be cut between tokens: characters, and ids up to there; the first place is its start.
 
-        The text may lack white space of the tokens, after a thought and before a call; what follows has no places.
+        The text may lack white space of the tokens, such as before a call; what follows has no places.
         """
-        first = 0
-        if self.text and not self.text[0].isspace():
-            first = bisect_right(self._token_ends, len(self._written) - len(self._written.lstrip()))
-        start = self._token_ends[first - 1] if first else 0
-        places = [(0, first)]
-        for num_ids, end in enumerate(self._token_ends[first:], first + 1):
-            before = places[-1][0]
-            if not self.text.startswith(self._written[start + before : end], before):
-                break
-            if end - start > before:  # else the token ends within a character
-                places.append((end - start, num_ids))
-        return first, places
+        found: list[tuple[int, int]] = []
+        for end, num_ids in ((0, 0), *self._places):
+            place = end - self._start
+            if place >= 0 and not found:
+                if place:
+                    break  # the text begins within a token
+                found.append((0, num_ids))
+            elif place > 0:
+                before = found[-1][0]
+                if not self.text.startswith(self._written[self._start + before : end], before):
+                    break
+                found.append((place, num_ids))
+        return found or [(0, 0)]
 
     def _part(self, num_characters: int) -> Heard:
         """The beginning of the text, by ids as far as they go."""
-        first, places = self._token_places()
-        end, num_ids = places[bisect_right(places, num_characters, key=lambda place: place[0]) - 1]
-        ids, rest = tuple(self._ids[first:num_ids]), self.text[end:num_characters]
+        places = self._token_places()
+        end, num_ids = places[bisect_right(places, num_characters, key=_end) - 1]
+        ids, rest = tuple(self._ids[places[0][1] : num_ids]), self.text[end:num_characters]
         parts = (*((TokensPart(ids=ids),) if ids else ()), *((TextPart(text=rest),) if rest else ()))
         return Heard(transcript=self.text[:num_characters], parts=parts)
 
     def _heard_characters(self, samples: int) -> int:
         """How much of the text is said in so many samples: segments that ended, and whole tokens of the one after."""
-        ends = [end for end, _ in self._token_places()[1]]
+        ends = [end for end, _ in self._token_places()]
         ends += range(ends[-1] + 1, len(self.text) + 1)
         start = place = 0
         for segment in self._segments:
@@ -172,3 +183,7 @@ class Answer:
             seconds = ideographs / _IDEOGRAPHS_S + (len(text) - ideographs) / _LETTERS_S
             estimate = seconds * self._sample_rate
         return max(estimate, segment.num_samples + segment.last_patch, 1)
+
+
+def _end(place: tuple[int, int]) -> int:
+    return place[0]

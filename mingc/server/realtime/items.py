@@ -30,7 +30,7 @@ _ROOT = "root"
 
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "user", "assistant"]
-ItemId = Annotated[str, Meta(min_length=1, max_length=128)]
+ItemId = Annotated[str, Meta(max_length=128)]
 
 
 class InputTextPart(Struct, tag_field="type", tag="input_text"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mingc.errors import MingcError, RequestError, WorkerError
+from mingc.prompts.conversation import MediaKind, MediaPart
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -50,12 +51,21 @@ _RATES = {"audio/pcm": 24000, "audio/pcmu": 8000, "audio/pcma": 8000}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What a response is asked. `audio_tokens`, `image_tokens`: of the `num_tokens` of the prompt."""
+    """What a response is asked. `sizes`: tokens of the prompt, as `Service.count_tokens` gives them."""
 
     request: ChatRequest
-    num_tokens: int
-    audio_tokens: int
-    image_tokens: int
+    sizes: Sequence[int]
+
+    def num_media_tokens(self, kind: MediaKind, num_tokens: int | None = None) -> int:
+        """How many tokens of the prompt are sound, or pictures: of all, or of the first `num_tokens`."""
+        messages = self.request.messages
+        found, place = 0, self.sizes[0]
+        for message, size in zip(messages, self.sizes[1:], strict=True):
+            media = (part for part in message.parts if isinstance(part, MediaPart) and part.kind == kind)
+            count = sum(part.num_tokens or 0 for part in media)
+            found += count if num_tokens is None else min(count, max(0, num_tokens - place))
+            place += size
+        return found
 
 
 class Response:
@@ -158,9 +168,8 @@ class Response:
             place.enter_context(self._socket.running())
             self._question = await self._ask()
             request = self._question.request
-            texts = [message.prompt_text for message in request.messages]
             key.add_text(
-                "".join((*texts, *(tool.definition for tool in request.tools.tools))),
+                range(sum(self._question.sizes)),
                 request.sampling.max_tokens,
                 is_spoken=request.speech is not None,
             )
@@ -302,11 +311,15 @@ class Response:
         self._calls.clear()
 
     def _begin_item(self, item: Item) -> None:
-        index = len(self._output)
+        """Add an item after that of the response before, whatever the conversation got meanwhile."""
+        index, last = len(self._output), self._output[-1] if self._output else None
         self._output.append(item)
         self._put(events.OutputItemAdded(response_id=self.id, output_index=index, item=item.wire()))
         if self._conversation is not None:
-            self._conversation.append(item)
+            if last is not None and self._conversation.find(last.id) is last:
+                self._conversation.insert(item, last.id)
+            else:
+                self._conversation.append(item)
             before = self._conversation.previous_id(item)
             self._put(events.ItemAdded(previous_item_id=before, item=item.wire()))
 
@@ -379,10 +392,16 @@ class Response:
         if question is None:
             return events.ResponseUsage.of(Usage())
         usage = Usage(
-            prompt_tokens=question.num_tokens,
+            prompt_tokens=sum(question.sizes),
             completion_tokens=self._num_tokens,
             audio_patches=self._num_patches,
         )
         if self._done is not None:
             usage = self._done.usage
-        return events.ResponseUsage.of(usage, audio=question.audio_tokens, image=question.image_tokens)
+        return events.ResponseUsage.of(
+            usage,
+            audio=question.num_media_tokens("audio"),
+            image=question.num_media_tokens("image"),
+            cached_audio=question.num_media_tokens("audio", usage.cached_tokens),
+            cached_image=question.num_media_tokens("image", usage.cached_tokens),
+        )

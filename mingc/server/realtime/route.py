@@ -12,14 +12,15 @@ import time
 from collections.abc import Coroutine
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 from starlette.datastructures import QueryParams
 
 from mingc.errors import CapacityError, MingcError, RequestError
 from mingc.prompts.conversation import MediaPart
-from mingc.prompts.features import AudioFeatures
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import ServiceInfo, TranscriptDelta, TranscriptDone
 from mingc.server.http.parsing import unknown_model
@@ -63,7 +64,8 @@ from mingc.server.websocket.connection import EventSocket
 log = logging.getLogger("mingc.http")
 
 _MAX_OUT_OF_BAND = 2
-_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are dropped: then the prefix stays the same for a while
+_SMALL_EVENT = 1024  # bytes; it is handled also when there is no memory for more
+_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are left out: then the prefix stays as it is for long
 _ANSWER_SHARE = 4  # one part in so many of the context is kept free for the answer, if it may be so long
 _LONGEST_CLIP_MS = 300_000  # of an artifact that does not say
 
@@ -114,7 +116,9 @@ class RealtimeSession:
         self._decoding: dict[AudioContent | ImageContent, asyncio.Task[None]] = {}
         self._transcribing: asyncio.Task[None] | None = None  # the last one
         self._idle: asyncio.TimerHandle | None = None
+        self._texts: dict[str, int] = {}  # bytes of the client's items, besides their media
         self._num_bytes = 0  # of the conversation
+        self._is_closed = False
         self._resources = ExitStack()
         self._charge = self._resources.enter_context(self._server.bodies.charge())
 
@@ -132,12 +136,9 @@ class RealtimeSession:
             await self._close()
 
     async def _begin(self) -> None:
-        info = self._server.service.info
-        voices = tuple(
-            name for each in await self._server.service.list_voices() for name in (each.name, each.id)
-        )
-        self._served = Served(info=info, options=self._server.options, voices=voices)
-        self._settings = default_settings(self._served)
+        self._served = await self._find_served()
+        info = self._served.info
+        self._settings = default_settings(self._served, self._socket.query.get("model"))
         rules = self._settings.turn_detection
         longest_ms = round(info.media_limits.get("clip_seconds", _LONGEST_CLIP_MS / 1000) * 1000)
         self._input = InputAudio(
@@ -145,10 +146,15 @@ class RealtimeSession:
         )
         self._socket.put(events.SessionCreated(session=self._object()))
 
+    async def _find_served(self) -> Served:
+        service = self._server.service
+        voices = tuple(name for each in await service.list_voices() for name in (each.name, each.id))
+        return Served(info=service.info, options=self._server.options, voices=voices)
+
     async def _close(self) -> None:
         """Cancel everything, and wait until nothing is held."""
-        if self._idle is not None:
-            self._idle.cancel()
+        self._is_closed = True
+        self._set_idle(None)
         responses = [each for each in (self._response, *self._others) if each is not None]
         if self._early is not None:
             responses.append(self._early.response)
@@ -171,7 +177,8 @@ class RealtimeSession:
     # Events of the client
 
     async def _handle(self, raw: bytes) -> None:
-        self._charge.set(self._num_bytes + self._input.num_bytes + len(raw))
+        if len(raw) > _SMALL_EVENT:
+            self._charge.set(self._num_bytes + self._input.num_bytes + len(raw))
         encoding = self._settings.input_encoding
         if len(raw) <= events.INLINE_BYTES:
             event = events.parse_event(raw, self._served, encoding)
@@ -186,6 +193,7 @@ class RealtimeSession:
             self._drop_early()  # it knows nothing of what the client changes now
         match event:
             case events.SessionUpdate():
+                self._served = await self._find_served()
                 self._update(event)
             case events.InputAudioBufferCommit():
                 clip = self._input.commit()
@@ -196,10 +204,12 @@ class RealtimeSession:
                 self._socket.put(events.BufferCleared())
             case events.ItemCreate():
                 self._conversation.insert(event.item, event.previous_item_id)
+                self._texts[event.item.id] = len(msgspec.json.encode(event.item.wire()))
                 self._show_item(event.item)
                 self._decode(event.item, event.event_id)
             case events.ItemDelete():
                 self._conversation.delete(event.item_id)
+                self._texts.pop(event.item_id, None)
                 self._socket.put(events.ItemDeleted(item_id=event.item_id))
             case events.ItemRetrieve():
                 item = self._conversation.retrieve(event.item_id)
@@ -207,6 +217,7 @@ class RealtimeSession:
             case events.ItemTruncate():
                 self._truncate(event)
             case events.ResponseCreate():
+                self._served = await self._find_served()
                 self._create_response(event)
             case events.ResponseCancel():
                 self._cancel(event)
@@ -214,7 +225,7 @@ class RealtimeSession:
 
     def _count_bytes(self) -> None:
         """Charge what is kept; it may exceed the budget now, because decoded media can be larger."""
-        self._num_bytes = self._conversation.num_media_bytes
+        self._num_bytes = self._conversation.num_media_bytes + sum(self._texts.values())
         with suppress(CapacityError):
             self._charge.set(self._num_bytes + self._input.num_bytes)
 
@@ -228,15 +239,14 @@ class RealtimeSession:
         self._socket.put(events.SessionUpdated(session=self._object()))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
-        item = self._conversation.spoken_item(event.item_id, event.content_index)
+        index = int(event.content_index)
+        item = self._conversation.spoken_item(event.item_id, index)
         if self._response is not None and self._response.message is item:
             self._stop("client_cancelled")
         before_ms = 0 if item.answer is None else item.answer.duration_ms
-        end_ms = self._conversation.truncate(event.item_id, event.content_index, event.audio_end_ms)
+        end_ms = self._conversation.truncate(event.item_id, index, int(event.audio_end_ms))
         self._server.metrics.realtime_truncated_seconds.inc(max(0, before_ms - end_ms) / 1000)
-        self._socket.put(
-            events.ItemTruncated(item_id=item.id, content_index=event.content_index, audio_end_ms=end_ms)
-        )
+        self._socket.put(events.ItemTruncated(item_id=item.id, content_index=index, audio_end_ms=end_ms))
 
     def _create_response(self, event: events.ResponseCreate) -> None:
         settings = response_settings(self._settings, self._served, event.response)
@@ -306,10 +316,15 @@ class RealtimeSession:
             return
         for part in item.media:
             if part not in self._decoding and part.media is not None and not _is_decoded(part.media):
-                task = self._decoding[part] = self._run(self._decode_part(part, event_id))
-                task.add_done_callback(lambda _, part=part: self._decoding.pop(part, None))
+                task = self._decoding[part] = self._run(self._decode_part(item, part, event_id))
+                task.add_done_callback(partial(self._forget, part))
 
-    async def _decode_part(self, part: AudioContent | ImageContent, event_id: str | None) -> None:
+    def _forget(self, part: AudioContent | ImageContent, _: object) -> None:
+        del self._decoding[part]
+
+    async def _decode_part(
+        self, item: UserMessage, part: AudioContent | ImageContent, event_id: str | None
+    ) -> None:
         media = part.media
         assert media is not None
         try:
@@ -320,7 +335,7 @@ class RealtimeSession:
             return
         if part.media is media:
             part.media = decoded
-            self._conversation.limit_media()
+            self._conversation.limit_media(item)
             self._count_bytes()
 
     async def _transcribe(self, item: UserMessage, audio: bytes, before: asyncio.Task[None] | None) -> None:
@@ -446,7 +461,7 @@ class RealtimeSession:
         self._tasks.add(response.task)
         response.task.add_done_callback(self._tasks.discard)
         self._others.discard(response)
-        if response is not self._response:
+        if response is not self._response or self._is_closed:
             return
         self._response = None
         waits, self._turn_waits = self._turn_waits, None
@@ -494,13 +509,7 @@ class RealtimeSession:
             messages = prompt_messages(turns_of(items), instructions, settings.instructions)
             request = settings.request(request.request_id, messages)
             sizes = list(await self._server.service.count_tokens(request))
-        audio = sum(
-            part.data.num_tokens
-            for message in messages
-            for part in message.parts
-            if isinstance(part, MediaPart) and isinstance(part.data, AudioFeatures)
-        )
-        return Question(request=request, num_tokens=sum(sizes), audio_tokens=audio, image_tokens=0)
+        return Question(request=request, sizes=sizes)
 
     def _excess(self, settings: ResponseSettings, turns: list[Turn], sizes: list[int]) -> list[Turn]:
         """The oldest turns, of which there is no room in the prompt."""
@@ -511,8 +520,9 @@ class RealtimeSession:
         base, ratio = sizes[0], _AUTO_RATIO
         if isinstance(truncation, RetentionRatio):
             ratio = truncation.retention_ratio
-            if truncation.token_limits is not UNSET:
-                limit = min(limit, base + truncation.token_limits.post_instructions)
+            limits = truncation.token_limits
+            if limits is not UNSET and limits.post_instructions is not UNSET:
+                limit = min(limit, base + limits.post_instructions)
         total = sum(sizes)
         if total <= limit:
             return []

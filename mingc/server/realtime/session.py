@@ -50,7 +50,7 @@ Encoding = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 Modality = Literal["audio", "text"]
 
 # What OpenAI's beta called a field: where it is now.
-GA_PATHS = {
+_NEW_NAMES = {
     "session.modalities": "session.output_modalities",
     "session.voice": "session.audio.output.voice",
     "session.speed": "session.audio.output.speed",
@@ -306,10 +306,6 @@ class ResponseAudio(Struct, kw_only=True, forbid_unknown_fields=True):
     output: dict[str, Any] | None = None
 
 
-_MetadataKey = Annotated[str, Meta(max_length=64)]
-_MetadataValue = Annotated[str, Meta(max_length=512)]
-
-
 class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """`response` of `response.create`, without its `input`. Fields of the session are checked after the merge."""
 
@@ -322,7 +318,7 @@ class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Any = None
     reasoning: Any = None
     prompt: Any = None
-    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
+    metadata: dict[str, str] | None = None
     conversation: Literal["auto", "none"] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
 
@@ -364,6 +360,9 @@ def response_settings(
 ) -> ResponseSettings:
     """Settings of a response that a turn asks for, or `response.create` with `fields`. Raises: RequestError."""
     fields = fields or ResponseFields()
+    metadata = fields.metadata or {}
+    if len(metadata) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise invalid("response.metadata", "has more than 16 pairs of at most 64 and 512 characters")
     own = ("metadata", "conversation", "temperature")
     given = {name: getattr(fields, name) for name in ResponseFields.__struct_fields__ if name not in own}
     given = {name: value for name, value in given.items() if value is not None}
@@ -428,8 +427,9 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], path: str) -> dict[st
             if name == "audio.input.turn_detection":
                 value = {"type": "server_vad"} | value if before is None else dict(value)
                 value.pop("model_version", None)
-            keeps = isinstance(before, dict) and value.get("type", before.get("type")) == before.get("type")
-            value = _merge(before if keeps else {}, value, name + ".")
+            if not isinstance(before, dict) or value.get("type", before.get("type")) != before.get("type"):
+                before = {}
+            value = _merge(before, value, name + ".")
         elif isinstance(value, float) and value.is_integer():
             value = int(value)
         merged[key] = value
@@ -547,16 +547,16 @@ def _under(where: str) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise under(where, error) from error
+        message, param = error.message, f"{where}.{error.param}"
+        for quote in "'\"":
+            message = message.replace(f"{quote}{error.param}", f"{quote}{param}")
+        raise with_new_name(RequestError(message, param=param, code=error.code)) from error
 
 
-def under(where: str, error: RequestError) -> RequestError:
-    """The same error of a field that is in the object `where`."""
-    if error.param is None:
+def with_new_name(error: RequestError) -> RequestError:
+    """The error for an unknown field: of one of OpenAI's beta, it says what to send now."""
+    if error.code != "unknown_parameter" or (now := _NEW_NAMES.get(error.param or "")) is None:
         return error
-    message, param = error.message, f"{where}.{error.param}"
-    for quote in "'\"":
-        message = message.replace(f"{quote}{error.param}", f"{quote}{param}")
-    if (now := GA_PATHS.get(param)) is not None and error.code == "unknown_parameter":
-        message = f'Unknown parameter: "{param}". It is "{now}" now.'
-    return RequestError(message, param=param, code=error.code, status=error.status)
+    return RequestError(
+        f'Unknown parameter: "{error.param}". Send "{now}".', param=error.param, code=error.code
+    )

@@ -75,6 +75,7 @@ class EventSocket:
 
     Attributes:
         key: hash of the client's API key; None if none is needed.
+        query: of the URL.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class EventSocket:
         state = scope.get("state", {})
         self._error_event = error_event
         self.key: bytes | None = state.get("api_key")
+        self.query = QueryParams(scope.get("query_string", b""))
         self._connection: Any = state.get("websocket")  # none behind the proxy of Ray Serve
         self._receive = receive
         self._send = send
@@ -237,6 +239,10 @@ class EventSocket:
                 self._has_more.clear()
                 self._is_empty.set()
         except OSError:  # the client has left, as `receive` reports
+            self._is_empty.set()
+        except Exception:
+            log.exception("a session failed")
+            self.end(1011, "internal error")
             self._is_empty.set()
 
 
