@@ -1,7 +1,8 @@
 """Spoken turns over `/v1/realtime` with a paced microphone, beside the same clips in chat requests over HTTP.
 
-A session hears 20 ms of a clip every 20 ms, then silence, until its answer has come; every turn is a session of its own
-and a clip that no other turn has. Times end with the first sound of the answer. They begin with
+A session hears 20 ms of a clip every 20 ms, then silence, while it listens to the first seconds of the answer. Every
+turn is a session of its own and a clip that no other turn has. Times end with the first sound of the answer. They begin
+with
 
 - `last_speech`: the last sample of the clip is sent; the silence that ends a turn is still to come;
 - `turn_end`: the last sample of the turn is sent, which is the end of that silence;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import io
 import json
 import shlex
 import tempfile
@@ -30,8 +32,7 @@ import numpy as np
 import soundfile
 import soxr
 import websockets
-from arguments import whole, wholes
-from chat_clients import ask as ask_chat
+from arguments import seconds, whole, wholes
 from clients import Clients, client_of
 from conversation import PROSE_SERVER, Samples
 from numpy.typing import NDArray
@@ -49,11 +50,10 @@ _TURN_LIMIT_S = 60.0
 
 @dataclass(slots=True)
 class Turn:
-    """One turn: milliseconds from each beginning to the first sound, and whether sound came late."""
+    """One turn: milliseconds from each beginning to the first sound."""
 
     last_speech_ms: float
     turn_end_ms: float
-    timings_ms: dict[str, float]
 
 
 def clip(index: int) -> NDArray[np.int16]:
@@ -74,7 +74,9 @@ def append(samples: NDArray[np.int16]) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": audio})
 
 
-async def speak(url: str, samples: NDArray[np.int16], begin: float, tokens: int, silence_ms: int) -> Turn:
+async def speak(
+    url: str, samples: NDArray[np.int16], begin: float, listen_s: float, tokens: int, silence_ms: int
+) -> Turn:
     """One turn in a session of its own. Raises: SystemExit when it fails."""
     address = f"{url.replace('http', 'ws', 1)}/v1/realtime"
     padding = np.zeros(-len(samples) % _STEP, np.int16)
@@ -115,17 +117,17 @@ async def speak(url: str, samples: NDArray[np.int16], begin: float, tokens: int,
                             first = time.perf_counter()
                         case "error":
                             raise SystemExit(f"the session failed: {event['error']}")
-                        case "response.done":
-                            break
+                        case "response.done" if event["response"]["status"] != "completed":
+                            raise SystemExit(f"the response failed: {event['response']['status_details']}")
+                    if first is not None and time.perf_counter() > first + listen_s:
+                        break
         finally:
             speaking.cancel()
-    if first is None or end_ms is None or event["response"]["status"] not in ("completed", "incomplete"):
-        raise SystemExit(f"a turn without sound: {event['response']['status_details']}")
+    assert first is not None and end_ms is not None
     last = sent[min(len(sent), -(-end_ms * _RATE // 1000) // _STEP) - 1]
     return Turn(
         last_speech_ms=1e3 * (first - sent[len(spoken) - 1]),
         turn_end_ms=1e3 * (first - last),
-        timings_ms=event["response"].get("timings_ms", {}),
     )
 
 
@@ -136,6 +138,7 @@ def sessions(
     rounds: int,
     begin: float,
     stagger: float,
+    listen_s: float,
     tokens: int,
     silence_ms: int,
 ) -> list[Turn]:
@@ -146,7 +149,7 @@ def sessions(
         for turn in range(rounds):
             samples = clips[index, turn]
             await asyncio.sleep(at - 0.5 - time.perf_counter())
-            found.append(await speak(url, samples, at, tokens, silence_ms))
+            found.append(await speak(url, samples, at, listen_s, tokens, silence_ms))
             at = time.perf_counter() + 1.0
         return found
 
@@ -157,40 +160,53 @@ def sessions(
     return [turn for each in asyncio.run(all_of_them()) for turn in each]
 
 
+async def ask(client: httpx.AsyncClient, body: bytes, listen_s: float) -> float:
+    """Milliseconds to the first sound of one chat, which is listened to as `speak` does."""
+    sent_at, first = time.perf_counter(), None
+    headers = {"content-type": "application/json"}
+    async with client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"status {response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            if first is None and '"audio":{' in line and '"data":' in line:
+                first = time.perf_counter()
+            if first is not None and time.perf_counter() > first + listen_s:
+                break
+    if first is None:
+        raise SystemExit("an answer has no sound")
+    return 1e3 * (first - sent_at)
+
+
 def chats(
-    url: str, indexes: range, first: int, rounds: int, begin: float, stagger: float, tokens: int
-) -> list[tuple[float, dict[str, float]]]:
-    """Milliseconds to the first sound, and the server's moments, of the same clips in chat requests."""
+    url: str,
+    indexes: range,
+    first: int,
+    rounds: int,
+    begin: float,
+    stagger: float,
+    listen_s: float,
+    tokens: int,
+) -> list[float]:
+    """Milliseconds to the first sound of the same clips in chat requests."""
 
     def write(index: int) -> bytes:
-        samples, header = clip(index).tobytes(), b""
-        for number, width in ((16, 4), (1, 2), (1, 2), (_RATE, 4), (2 * _RATE, 4), (2, 2), (16, 2)):
-            header += number.to_bytes(width, "little")
-        file = b"RIFF" + (36 + len(samples)).to_bytes(4, "little") + b"WAVEfmt " + header
-        file += b"data" + len(samples).to_bytes(4, "little") + samples
-        sound = {"data": base64.b64encode(file).decode(), "format": "wav"}
-        parts = [{"type": "input_audio", "input_audio": sound}]
+        file = io.BytesIO()
+        soundfile.write(file, clip(index), _RATE, format="WAV")
+        sound = {"data": base64.b64encode(file.getvalue()).decode(), "format": "wav"}
         body = {
-            "messages": [{"role": "user", "content": parts}],
+            "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": sound}]}],
             "modalities": ["text", "audio"],
             "audio": {"format": "pcm16", "sample_rate": _RATE},
             "max_tokens": tokens,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
         return json.dumps(body).encode()
 
-    async def one(client: httpx.AsyncClient, index: int) -> list[tuple[float, dict[str, float]]]:
-        found = []
+    async def one(client: httpx.AsyncClient, index: int) -> list[float]:
         await asyncio.sleep(begin + index * stagger - time.perf_counter())
-        for turn in range(rounds):
-            seen = await ask_chat(client, bodies[index, turn])
-            if not seen.audio:
-                raise SystemExit("an answer has no sound")
-            found.append((1e3 * (seen.audio[0][0] - seen.sent_at), seen.timings_ms))
-        return found
+        return [await ask(client, bodies[index, turn], listen_s) for turn in range(rounds)]
 
-    async def all_of_them() -> list[list[tuple[float, dict[str, float]]]]:
+    async def all_of_them() -> list[list[float]]:
         async with client_of(url) as client:
             return await asyncio.gather(*(one(client, index) for index in indexes))
 
@@ -218,14 +234,25 @@ def measure(url: str, clients: Clients, given: argparse.Namespace, samples: Samp
         loads += 1
         # Clips are written before the first is sent.
         begin = time.perf_counter() + 2.0 + 0.02 * rounds * -(-count // given.client_processes)
-        return clients.load(run, url, count, loads * 10**6, rounds, begin, given.stagger, given.tokens, *more)
+        return clients.load(
+            run,
+            url,
+            count,
+            loads * 10**6,
+            rounds,
+            begin,
+            given.stagger,
+            given.listen_seconds,
+            given.tokens,
+            *more,
+        )
 
     for count in given.sessions:
         rounds = given.single_rounds if count == 1 else given.rounds
         load(chats, count, 1)  # warms up
         load(sessions, count, 1, given.silence_ms)
-        for first_ms, _ in load(chats, count, rounds):
-            samples.add("first_audio_ms", "ms", [first_ms], how="HTTP", since="request", sessions=count)
+        answers = load(chats, count, rounds)
+        samples.add("first_audio_ms", "ms", answers, how="HTTP", sessions=count, since="request")
         before = early_starts(httpx.get(f"{url}/metrics").text)
         turns: Sequence[Turn] = load(sessions, count, rounds, given.silence_ms)
         after = early_starts(httpx.get(f"{url}/metrics").text)
@@ -251,6 +278,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--stagger", type=float, default=0.0, help="seconds between the beginnings of two sessions"
     )
+    parser.add_argument("--listen-seconds", type=seconds, default=2.0, help="to each answer")
     parser.add_argument("--tokens", type=whole(2), default=32, help="most tokens of an answer")
     parser.add_argument("--silence-ms", type=whole(1), default=500, help="that end a turn")
     parser.add_argument("--client-processes", type=whole(1, 64), default=4)
