@@ -92,6 +92,7 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
         from mingc.export.plan import plan_export
         from mingc.export.recipe import ExportRecipe
         from mingc.export.run import Step, run
+        from mingc.runtime.service.voice_registration import open_voices
         from mingc.verify.engine_run import run_engine
 
         started = shown = time.monotonic()
@@ -116,7 +117,7 @@ def export(checkpoint: Path, artifact: Path, backend: tuple[str, ...]) -> None:
                 cache=artifact.with_name("engines"),
                 force=True,
             )
-            run(plan_export(recipe), run_engine, report)
+            run(plan_export(recipe), run_engine, report, open_voices=open_voices)
         except MingcError as error:
             terminal.write(f"\ndemo: the export failed: {error}\n")
             sys.exit(error.exit_code)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mingc.errors import RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,3 +79,13 @@ class VoiceInfo:
     consent: str | None = None
     description: str | None = None
     seconds: float | None = None
+
+
+def voice_not_found(name: str, names: Iterable[str]) -> RequestError:
+    """The error for a voice that is none of `names`."""
+    return RequestError(
+        f"there is no voice {name[:100]!r}; there are: {', '.join(names) or 'none'}",
+        status=404,
+        param="voice",
+        code="voice_not_found",
+    )

@@ -210,8 +210,8 @@ class Metrics:
         self.realtime_sessions = self._gauge("num_realtime_sessions", "Open sessions of /v1/realtime.")
         self.realtime_turns = self._counter(
             "realtime_turns",
-            "Turns of users of realtime sessions, by what ended them: server_vad, semantic_vad, idle_timeout, or commit "
-            "by the client.",
+            "Turns of users of realtime sessions, by what ended them: server_vad, semantic_vad, idle_timeout, or "
+            "commit by the client.",
             "end",
         )
         self.realtime_first_audio = self._histogram(

@@ -18,7 +18,7 @@ from realtime_client import RATE, Event, OfficialClient, RealtimeClient, speech
 from server_thread import run_server
 
 from mingc.media.decoder_pool import DecoderPool
-from mingc.runtime.request import AudioDelta, ChatRequest, TextDelta
+from mingc.runtime.request import AudioDelta, ChatRequest, Constraint, TextDelta
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -28,7 +28,13 @@ SENTENCE = speech(0.0, 2.2, silence_s=0.8)
 TOOL = {
     "type": "function",
     "name": "weather",
-    "parameters": {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"]},
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"day": {"enum": ["today"]}},
+        "required": ["day"],
+        "additionalProperties": False,
+    },
 }
 
 
@@ -42,14 +48,15 @@ class Watched:
 
     def watch(self) -> None:
         """Answers depend on the prompt alone, and have no special tokens, as those of a model that was trained."""
-        chat, tokenizer = self.service.chat, self.service.tokenizer
-        special = tuple(each for each in range(tokenizer.vocab_size) if tokenizer.token_bytes(each) is None)
+        chat, words = self.service.chat, Constraint(kind="regex", text="([a-zA-Z]{1,9}[ ,.])*", param="text")
 
         async def watched(request: ChatRequest) -> AsyncIterator[Any]:
             events: list[Any] = []
             self.chats.append((request, events))
-            if not request.tools.choice == "required":
-                request = replace(request, sampling=replace(request.sampling, banned_tokens=special))
+            sampling = replace(request.sampling, constraint=words)
+            if request.tools.choice == "required":
+                sampling = replace(request.sampling, temperature=1.0, seed=1)
+            request = replace(request, sampling=sampling)
             if request.speech is not None:
                 request = replace(request, speech=replace(request.speech, seed=7))
             async with aclosing(chat(request)) as answer:
@@ -127,7 +134,7 @@ def test_a_conversation(served: Watched) -> None:
         spoken = client.of("response.done")[-1]["response"]["usage"]["input_token_details"]
         assert spoken["audio_tokens"] > 20
 
-        client.update(max_output_tokens=400)
+        client.update(max_output_tokens=100)
         client.say("Tell me a long story.")
         client.send("response.create")
         client.until("response.output_audio.delta")
@@ -138,7 +145,7 @@ def test_a_conversation(served: Watched) -> None:
         client.send("response.cancel")
         client.until("response.done")
 
-        client.update(tools=[TOOL], tool_choice="required", max_output_tokens=100)
+        client.update(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200)
         made = ask(client)["output"][0]
         assert (made["type"], made["name"], made["arguments"]) == (
             "function_call",
@@ -218,7 +225,7 @@ def test_the_next_prompt_has_what_was_heard(served: Watched) -> None:
         assert len(answer) == 30
         total_ms = len(sounds(client)) * 500 // RATE
         texts = [tokenizer.decode([each]) for each in answer]
-        for ms in (total_ms + 1, total_ms, total_ms - 1, *range(total_ms // 320 * 320, -1, -320), 100, 0):
+        for ms in sorted({total_ms + 1, total_ms, total_ms - 1, 100, *range(0, total_ms, 320)}, reverse=True):
             client.send("conversation.item.truncate", item_id=item["id"], content_index=0, audio_end_ms=ms)
             assert client.until("conversation.item.truncated")["audio_end_ms"] == min(ms, total_ms)
             usage = ask(client, conversation="none", output_modalities=["text"], max_output_tokens=1)["usage"]
@@ -239,7 +246,7 @@ def test_the_next_prompt_has_what_was_heard(served: Watched) -> None:
 def test_sessions_at_once_are_each_as_alone(served: Watched) -> None:
     def talk(number: int) -> tuple[str, bytes]:
         with RealtimeClient(served.url) as client:
-            client.update(max_output_tokens=4, instructions=f"You are number {number}.")
+            client.update(max_output_tokens=2, instructions=f"You are number {number}.")
             client.say("Say something.")
             response = ask(client)
             return response["output"][0]["content"][0]["transcript"], sounds(client)

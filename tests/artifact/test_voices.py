@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import itertools
@@ -12,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,13 @@ from websockets.sync.client import connect
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import read_manifest
 from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceSource, read_voice
+from mingc.media.decoding import InProcessDecoder
+from mingc.prompts.features import Features
+from mingc.prompts.media_decoder import MediaTask
+from mingc.runtime.request import SpeechParams
+from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.voice_registration import open_voices
+from mingc.runtime.voices import VoicePack, VoiceSample
 
 WORDS = "One sentence. Another one. And a third."
 VOICES, SPEECH, CHAT = "/v1/audio/voices", "/v1/audio/speech", "/v1/chat/completions"
@@ -108,7 +116,9 @@ def test_a_voice_over_http_is_the_exported_one_bit_for_bit(
     copied.mkdir()
     for each in eager_artifact.iterdir():
         (copied / each.name).symlink_to(each) if each.name != "voices" else (copied / "voices").mkdir()
-    record = open_voices(copied, open_artifact(eager_artifact).manifest)(read)
+    register = open_voices(copied, open_artifact(eager_artifact).manifest)
+    record = register(read)
+    register(replace(read, name="another that says the same", clip=read.clip[::-1]))
     exported, kept = load_file(copied / record.file), load_file(folder / f"{clone['id']}.safetensors")
     np.testing.assert_array_equal(exported["latents"][0], kept["latents"])
     for name in ("embeds", "speaker"):
@@ -203,7 +213,7 @@ def test_a_clone_speaks_a_text_that_is_still_being_written(server: Server, clone
     assert none == [] and len(kept) > 10_000 and kept == session(voice={"id": clone["id"]})[0] != session()[0]
     with client(server) as http:
         assert kept[44:] == speak(http, voice="clone")[44:], "but for the header, which has no length"
-    assert session(voice="nobody") == (b"", ["voice_not_found"])
+    assert session(voice="nobody")[1] == ["voice_not_found"]
     assert session(ref_audio="AAAA")[1] == ["unknown_parameter"]
 
 
@@ -224,6 +234,43 @@ def test_the_words_of_a_recording_are_not_spoken(server: Server, clone: dict[str
 
     assert segments("clone") == segments("DB30")
     assert not any(word in "".join(segments("clone")[0]) for word in ("sentence", "third"))
+
+
+class SlowDecoder(InProcessDecoder):
+    """Decodes when it may, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.num_media = 0
+
+    def run(self, task: MediaTask, data: bytes | memoryview) -> Features:
+        self.num_media += 1
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return super().run(task, data)
+
+
+def test_requests_with_the_same_new_voice_share_its_computation(
+    eager_artifact: Path, recording: bytes
+) -> None:
+    """Also when the client leaves whose request began it."""
+    decoder = SlowDecoder()
+    service = open_service(eager_artifact, media=decoder)
+    params = SpeechParams(reference=VoiceSample(recording=recording, transcript=WORDS))
+
+    async def run() -> None:
+        leaving, staying = (asyncio.ensure_future(service.find_voice(params)) for _ in range(2))
+        assert await asyncio.to_thread(decoder.has_begun.wait, 60)
+        leaving.cancel()
+        await asyncio.wait((leaving,))
+        decoder.may_end.set()
+        found = (await staying).reference
+        assert leaving.cancelled() and isinstance(found, VoicePack) and found.transcript == WORDS
+        assert (await service.find_voice(params)).reference is found and decoder.num_media == 1
+        await service.close(shutdown_timeout_s=1.0)
+
+    asyncio.run(run())
 
 
 def test_a_voice_of_a_speaker_vector(server: Server) -> None:
@@ -284,6 +331,8 @@ def _hostile(recording: bytes) -> dict[str, tuple[dict[str, str], bytes | None]]
         "silence": wav(np.zeros(3 * rate)),
         "quiet": wav(mono * 1e-3),
         "clipped": wav(np.clip(mono * 50, -1, 1)),
+        "clipped below": wav(np.clip(mono * 50, -1, 0.9)),
+        "clipped above": wav(np.clip(mono * 50, -0.9, 1)),
         "not a number": wav(of_nan, subtype="FLOAT"),
         "infinite": wav(np.where(of_nan == of_nan, of_nan, np.inf), subtype="FLOAT"),
         "noise": wav(np.random.default_rng(0).normal(0, 0.1, 3 * rate)),
@@ -347,7 +396,14 @@ def test_bad_uploads_are_the_fault_of_the_client(
             found[key] = (response.status_code, response.json()["error"]["code"])
         assert {key: each for key, each in found.items() if not 400 <= each[0] < 500} == {}
         assert found["31 s"][0] == 400 and found["10 MiB and more"][0] == 413 and found["taken"][0] == 409
-        for key in ("silence", "quiet", "clipped", "noise", "a tone", "0.9 s"):
+        for key in (
+            "silence",
+            "quiet",
+            *(each for each in found if "clipped" in each),
+            "noise",
+            "a tone",
+            "0.9 s",
+        ):
             assert found[key] == (400, "unsuitable_recording"), key
         for body in (b"", b"--x\r\n", recording):
             wrong = http.post(

@@ -14,7 +14,7 @@ import soundfile
 import torch
 from safetensors.numpy import load_file
 
-from mingc.errors import CheckpointError
+from mingc.errors import CheckpointError, RequestError
 from mingc.export.assets.voices import (
     SPEAKER_NETWORK,
     EagerGraph,
@@ -81,6 +81,16 @@ def test_voices_of_the_checkpoint_are_the_recorded_ones(golden: dict[str, np.nda
         assert relative_error(made.latents, golden[prefix + "prompt_wav_lat"][0]) < 1e-5
         assert relative_error(made.embeds, golden[prefix + "prompt_wav_emb"][0]) < 1e-5
         assert relative_error(made.speaker, golden[prefix + "spk_emb"][0]) < 1e-5
+
+
+@pytest.mark.parametrize("rate", [8000, 48_000])
+def test_the_longest_recording_is_the_same_at_every_rate(rate: int) -> None:
+    """As long as the engines are, in silence at its rate."""
+    encoder = _encoder(open_checkpoint(_TINY))
+    samples = int(encoder.max_seconds * rate)
+    assert encoder.prepare(np.zeros(samples, np.int16), rate).frames.size / _RATE == encoder.max_seconds
+    with pytest.raises(RequestError, match=f"has {encoder.max_seconds + 1:.1f} seconds; this model takes"):
+        encoder.prepare(np.zeros(samples + rate, np.int16), rate)
 
 
 def test_a_wave_is_found_by_its_name_where_the_list_has_a_wrong_path(root: Path) -> None:

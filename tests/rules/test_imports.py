@@ -299,6 +299,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.server",
         "mingc.server.http",
+        "mingc.server.realtime",
         "mingc.server.websocket",
     ),
     "mingc.verify": (

@@ -440,6 +440,10 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
 
         yield f"{name} segment", outcome(plan)
     yield "talkers", len(speech.talkers.loops)
+    voices = speech.voices
+    assert voices is not None
+    yield "longest clip of a voice", voices._encoder.max_seconds
+    yield "keeps voices", voices._store is not None
     loop = speech.talkers.loops[0]
     yield "reading", service.speech_text
     yield "patches in flight", loop.worker.depth
@@ -591,7 +595,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "latents_per_patch": Change(3, REFUSED),
         "history_latents": Change(5, REFUSED),
         "latent_dim": Change(5, REFUSED),
-        "speaker_dim": "of the speaker network, which runs at export only; tests/export/test_signatures.py",
+        "speaker_dim": "of the speaker network; tests/export/test_signatures.py",
         "guidance": Change(2.5, ("short segment", "speech")),
         "sigma": Change(0.5, ("short segment", "speech")),
         "temperature": Change(1.0, ("short segment", "speech")),
@@ -614,6 +618,7 @@ OPTIONS: dict[str, Change] = {
     "max_speech_seqs": Change(3, ("slots", "segments that join at once")),
     "talker_devices": Change(("cpu", "cpu", "cpu"), ("talkers",)),
     "speech_lead": Change(0, ("patches ahead",)),
+    "voices_dir": Change("a folder", ("keeps voices",)),
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
     "max_streams": Change(9, ("streams",)),
     "max_pending_patches": Change(4, ("unread patches",)),
@@ -639,6 +644,8 @@ BUCKETS: dict[tuple[str, str, str], Change] = {
     ("cfm", "sample", "B"): Change((1, 2), ("slots", "segments that join at once")),
     ("audio_vae", "stream", "B"): Change((1, 2), ("slots", "segments that join at once")),
     ("talker", "prefill", "T"): Change((16,), ()),
+    ("cfm", "aggregate", "N"): Change((1,), ("longest clip of a voice",)),
+    ("audio_vae", "encode", "T"): Change((4,), ("longest clip of a voice",)),
     ("vision_encoder", "encode", "M"): Change((128, 4096), ("vision calls",)),
     ("audio_encoder", "encode", "T4"): Change((32, 256), ("audio calls",)),
 }
@@ -706,6 +713,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
         ("cpu", "kv_pages"): 101 * PAGE * 2 * 4,
         ("cpu", "talker_slots"): 2 * 4 * slot * 4,
         ("host", "encoder_cache"): 1000,
+        ("host", "voice_cache"): 128 << 20,
     }
 
 
@@ -798,10 +806,11 @@ def first_token(usual: dict[str, object]) -> int:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_another_option_gives_another_service(
-    name: str, usual: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    name: str, usual: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change = OPTIONS[name]
-    check_change(change, describe(manifest(), EngineOptions(**{name: change.value}), monkeypatch), usual)
+    value = tmp_path if name == "voices_dir" else change.value
+    check_change(change, describe(manifest(), EngineOptions(**{name: value}), monkeypatch), usual)
 
 
 def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:

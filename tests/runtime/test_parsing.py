@@ -534,7 +534,11 @@ SPEECH_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"speaker_embedding": []}, "speaker_embedding", "empty"),
     ({"speaker_embedding": ["a"]}, "speaker_embedding[0]", "number"),
     ({"speaker_embedding": "[1, 2]"}, "speaker_embedding", "array"),
-    ({"response_format": "ogg"}, "response_format", "'aac', 'flac', 'mp3', 'opus', 'pcm', 'pcma', 'pcmu', 'wav'"),
+    (
+        {"response_format": "ogg"},
+        "response_format",
+        "'aac', 'flac', 'mp3', 'opus', 'pcm', 'pcma', 'pcmu', 'wav'",
+    ),
     ({"speed": 0.24}, "speed", "between 0.25 and 4"),
     ({"sample_rate": 96000}, "sample_rate", "between 8000 and 48000"),
     ({"sample_rate": 44101}, "sample_rate", "mp3"),

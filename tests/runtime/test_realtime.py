@@ -112,6 +112,11 @@ def answer(client: RealtimeClient, **response: Any) -> Event:
     return found
 
 
+HI = TextDelta(text="Hi", token=1)
+THOUGHT = TextDelta(text="Hm", token=1, kind="thought")
+BROKEN = runtime.ToolCallFailed(index=None, text="{")
+
+
 # One response
 
 
@@ -125,8 +130,10 @@ def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
         assert kinds(client.events) == [
             f"{item}.added", f"{item}.done", "created",
             "output_item.added", f"{item}.added", "content_part.added",
-            "output_audio_transcript.delta", "output_audio.delta", "output_audio_transcript.delta", "output_audio.delta",
-            "output_audio.done", "output_audio_transcript.done", "content_part.done", "output_item.done", f"{item}.done",
+            "output_audio_transcript.delta", "output_audio.delta",
+            "output_audio_transcript.delta", "output_audio.delta",
+            "output_audio.done", "output_audio_transcript.done", "content_part.done",
+            "output_item.done", f"{item}.done",
             "output_item.added", f"{item}.added", "function_call_arguments.delta", "function_call_arguments.done",
             "output_item.done", f"{item}.done", "done",
         ]  # fmt: skip
@@ -158,13 +165,14 @@ def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
 @pytest.mark.parametrize(
     ("script", "status", "output", "error"),
     [
-        ([TextDelta(text="Hi", token=1), done()], "completed", ["message"], None),
-        ([TextDelta(text="Hi", token=1), done("length")], "incomplete", ["message"], "max_output_tokens"),
+        ([HI, done()], "completed", ["message"], None),
+        ([HI, done("length")], "incomplete", ["message"], "max_output_tokens"),
         ([done()], "completed", ["message"], None),  # nothing was said, which is an answer too
         ([*call(), done("tool_calls")], "completed", ["function_call"], None),
-        ([*call(), TextDelta(text="So.", token=1), done()], "completed", ["function_call", "message"], None),
-        ([TextDelta(text="Hm", token=1, kind="thought"), *call(), *call(), done()], "completed", ["function_call"] * 2, None),
-        ([TextDelta(text="I", token=1), runtime.ToolCallFailed(index=None, text="{")], "failed", ["message"], "invalid_tool_call"),
+        ([*call(), HI, done()], "completed", ["function_call", "message"], None),
+        ([THOUGHT, *call(), *call(), done()], "completed", ["function_call"] * 2, None),
+        ([HI, BROKEN, done()], "failed", ["message"], "invalid_tool_call"),
+        ([*call(), BROKEN, done("length")], "incomplete", ["function_call"], "max_output_tokens"),
         ([], "failed", [], "unfinished"),
     ],
 )  # fmt: skip
@@ -625,7 +633,7 @@ def test_events_that_are_changed_at_random_end_no_session() -> None:
         },
         {"type": "response.cancel", "response_id": "resp_1"},
     ]
-    with fake_server() as (url, _), RealtimeClient(url) as client:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
         for _number in range(400):
             data = bytearray(json.dumps(random.choice(made)).encode())
             for _change in range(random.randint(0, 4)):
@@ -634,11 +642,11 @@ def test_events_that_are_changed_at_random_end_no_session() -> None:
                     (b"", b"0", b'"', b"\xff", b"[null]")
                 )
             client.socket.send(bytes(data))
-        client.send("conversation.item.delete", item_id="the end")
-        client.until("error", where=lambda event: "the end" in event["error"]["message"])
+        for mark in ("the end", "the very end"):  # when all was read, all responses end
+            client.send("conversation.item.delete", item_id=mark)
+            client.until("error", where=lambda event, mark=mark: mark in event["error"]["message"])
+            eventually(lambda: not service.running)
         client.update(audio={"input": {"turn_detection": None}})
-        client.send("response.cancel")
-        assert client.until("error", "response.done")
         assert answer(client)["status"] in ("completed", "failed")
 
 
@@ -654,6 +662,16 @@ def test_a_query_that_is_refused(query: str, status: int, code: str) -> None:
         assert httpx.get(f"{url}/v1/realtime", trust_env=False).status_code == 426
         with RealtimeClient(url, "?model=ming-omni&other=1") as client:
             assert client.next()["session"]["model"] == "ming-omni"
+
+
+def test_a_client_that_does_not_read_is_heard() -> None:
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        client.say("endless")
+        client.send("response.create")
+        eventually(lambda: bool(service.running))
+        client.send("response.cancel")
+        eventually(lambda: not service.running)
+        assert client.until("response.done")["response"]["status"] == "cancelled"
 
 
 def test_a_session_that_is_too_old() -> None:

@@ -179,7 +179,7 @@ def test_several_utterances_with_configs_of_their_own(url: str) -> None:
 @pytest.mark.parametrize(
     ("event", "code", "param"),
     [
-        ({"type": "session.config", "voice": "zoe"}, "unknown_voice", "voice"),
+        ({"type": "session.config", "voice": "zoe"}, "voice_not_found", "voice"),
         ({"type": "session.config", "model": "gpt"}, "model_not_found", "model"),
         ({"type": "session.config", "input": "x"}, "unknown_parameter", "input"),
         ({"type": "session.config", "stream_format": "sse"}, "unknown_parameter", "stream_format"),

@@ -25,6 +25,7 @@ from openai.types.audio import Transcription, TranscriptionVerbose
 from preprocess_data import wav
 from server_thread import run_server
 
+from mingc.prompts.media_decoder import TurnRules
 from mingc.server.options import ServeOptions
 
 CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
@@ -152,14 +153,11 @@ def test_all_fields_reach_the_model(server: Server) -> None:
     )
     (request,) = server.service.transcriptions
     assert (request.language, request.topic, request.keywords) == ("English", "ships", ("mast", "keel"))
-    assert (request.rules.threshold, request.rules.silence_ms, request.rules.prefix_padding_ms) == (
-        0.4,
-        2000,
-        100,
-    )
+    assert request.rules == TurnRules(threshold=0.4, silence_ms=2000, prefix_padding_ms=100, max_ms=30_000)
     assert request.sampling.temperature == 0 and request.sampling.max_tokens == 512
     server.create(chunking_strategy="auto", language="上海")
-    assert server.service.transcriptions[-1].language == "上海"
+    last = server.service.transcriptions[-1]
+    assert (last.language, last.rules) == ("上海", TurnRules(max_ms=30_000))
 
 
 def test_a_forced_language_is_the_one_of_the_answer(server: Server) -> None:

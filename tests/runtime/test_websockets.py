@@ -521,6 +521,9 @@ def test_what_waits_to_be_sent_is_bounded_and_can_be_taken_back() -> None:
 
         async def serve(socket: EventSocket) -> None:
             await socket.send(b"x" * 2_000_000, kept)
+            for _ in range(5):  # what was taken back takes no room
+                await socket.send(b"y" * 2_000_000, dropped)
+                assert socket.drop(dropped)
             await socket.send(b"y" * 2_000_000, dropped)
             await socket.send(b"z" * 900_000, kept)
             waiting = asyncio.ensure_future(socket.send(b"w", kept))

@@ -146,7 +146,23 @@ def _cfm_stage(stop_probability: float, nan_guidance: float | None) -> LoadedSta
                 outputs=["latents", "next_embeds", "next_history", "stop_probability"],
                 state={},
                 dims={"B": (1, 2, 4, 8)},
-            )
+            ),
+            "aggregate": make_graph(
+                "aggregate",
+                lambda latents: (latents.mean(1),),
+                inputs={"latents": ("float32", ("N", LATENTS, LATENT_DIM))},
+                outputs=["embeds"],
+                state={},
+                dims={"N": (1, 4)},
+            ),
+            "speaker": make_graph(
+                "speaker",
+                lambda vectors: (vectors.sum(1, keepdim=True).expand(-1, HIDDEN),),
+                inputs={"vectors": ("float32", ("N", 3))},
+                outputs=["embeds"],
+                state={},
+                dims={"N": (8,)},
+            ),
         },
     )
 
@@ -181,7 +197,19 @@ def _vae_stage() -> LoadedStage:
                 outputs=["samples"],
                 state={"overlap": ("S", TAIL), "num_patches": ("S",)},
                 dims={"B": (1, 2, 4, 8), "S": ()},
-            )
+            ),
+            "encode": make_graph(
+                "encode",
+                lambda waveform, num_frames, noise: (waveform.mean(1, keepdim=True) + noise,),
+                inputs={
+                    "waveform": ("float32", ("T", SAMPLES_PER_LATENT)),
+                    "num_frames": ("int64", (1,)),
+                    "noise": ("float32", ("T", LATENT_DIM)),
+                },
+                outputs=["latents"],
+                state={},
+                dims={"T": (4, 16)},
+            ),
         },
     )
 

@@ -177,11 +177,14 @@ def load_speech(
         processes=ExitStack(),
         memory=memory or MemoryAccount(),
     )
-    return build_speech(context, stages, list(devices or (CPU,)))
+    return build_speech(context, stages, list(devices or (CPU,)), None)
 
 
 def with_policy(node: StageNode, policy: Policy) -> StageNode:
     return replace(node, policy=policy)
+
+
+OF_VOICES: Any = dict.fromkeys(("encode", "aggregate", "speaker"), SimpleNamespace())
 
 
 def make_stage(*graphs: tuple[str, dict[str, tuple[int, ...]]], **more: Any) -> StageRecord:
@@ -297,16 +300,13 @@ def test_speech_takes_the_largest_batch_of_its_three_stages_and_its_own_tokenize
         return SimpleNamespace(max_batch=8, state_bytes=0)
 
     monkeypatch.setattr(
-        build_context, "load_stage", lambda artifact, name, device, **_: LoadedStage(name, {})
+        build_context, "load_stage", lambda artifact, name, device, **_: LoadedStage(name, OF_VOICES)
     )
     monkeypatch.setattr(speech_builder, "TalkerWorker", make_worker)
+    monkeypatch.setattr(speech_builder, "TalkerLoop", lambda *_, **__: SimpleNamespace(call=None))
     monkeypatch.setattr(TextTokenizer, "from_file", read.append)
-    for module, name in (
-        (speech_builder, "SpeechPromptBuilder"),
-        (speech_builder, "SpeechPlanner"),
-        (speech_builder, "TalkerLoop"),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    for name in ("SpeechPromptBuilder", "SpeechPlanner", "VoiceEncoder", "Voices"):
+        monkeypatch.setattr(speech_builder, name, lambda *_, **__: None)
     artifact = Artifact(root=Path("root"), manifest=chosen)
     for requested in (None, 3, 100):
         options = EngineOptions(max_speech_seqs=requested, speech_lead=0)
@@ -337,7 +337,7 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
 
     def load_stage(artifact: object, name: str, device: torch.device, **_: object) -> LoadedStage:
         loaded.append((name, str(device), str(current[-1])))
-        return LoadedStage(name, {}, {"weight": torch.zeros(2 + len(loaded), dtype=torch.float64)})
+        return LoadedStage(name, OF_VOICES, {"weight": torch.zeros(2 + len(loaded), dtype=torch.float64)})
 
     def make_worker(*stages: LoadedStage, device: torch.device, num_slots: int, **_: object) -> Any:
         loaded.append(("worker", str(device), str(current[-1])))
@@ -348,7 +348,8 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
     monkeypatch.setattr(speech_builder, "current_device", current_device)
     monkeypatch.setattr(build_context, "load_stage", load_stage)
     monkeypatch.setattr(speech_builder, "TalkerWorker", make_worker)
-    monkeypatch.setattr(speech_builder, "create_speech_planner", lambda *_, **__: None)
+    for part in ("create_speech_planner", "VoiceEncoder", "Voices"):
+        monkeypatch.setattr(speech_builder, part, lambda *_, **__: None)
     monkeypatch.setattr(speech_builder, "TalkerGroup", made.extend)
     memory = MemoryAccount()
     gpus = torch.device("cuda", 2), torch.device("cuda", 5)
@@ -359,6 +360,7 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
     assert len({id(loop.scheduler) for loop in made}) == 2, "each has its slots"
     assert [loop.scheduler.slots.num_slots for loop in made] == [4, 4], "--max-speech-seqs is of each talker"
     assert {(use.device, use.owner): use.num_bytes for use in memory.uses} == {
+        ("host", "voice_cache"): 128 << 20,
         ("cuda:2", "speaker_weights"): 8 * 3,
         ("cuda:2", "sampler_weights"): 8 * 4,
         ("cuda:2", "vocoder_weights"): 8 * 5,
@@ -451,7 +453,7 @@ def test_talkers_are_loaded_on_the_devices_asked_for_or_the_first_of_the_thinker
 ) -> None:
     loaded: list[list[str]] = []
 
-    def build_speech(context: object, stages: object, devices: list[torch.device]) -> None:
+    def build_speech(context: object, stages: object, devices: list[torch.device], media: object) -> None:
         loaded.append([*map(str, devices)])
         raise ArtifactError("far enough")
 

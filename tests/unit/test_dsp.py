@@ -13,7 +13,7 @@ from preprocess_data import CHECKPOINT, config, tensors
 
 from mingc.media.dsp.fbank import kaldi_fbank
 from mingc.media.dsp.log_mel import log_mel, min_samples, slaney_filters
-from mingc.media.dsp.resample import resample, resampled_length
+from mingc.media.dsp.resample import FrameResampler, resample, resampled_length
 
 MEL = {"sample_rate": 16000, "num_mels": 128, "fft_size": 400, "hop_samples": 160}
 
@@ -63,6 +63,24 @@ def test_equal_rates_return_the_wave_and_zero_rates_are_refused() -> None:
     assert resample(wave, 16000, 16000) is wave
     with pytest.raises(ValueError, match="0 Hz"):
         resample(wave, 0, 16000)
+
+
+@pytest.mark.parametrize(("source", "delay"), [(8000, 7), (11_000, 7), (24_000, 9), (48_000, 16)])
+def test_a_stream_is_resampled_like_the_whole_frame_by_frame(source: int, delay: int) -> None:
+    """Late by half a filter, `delay` samples; each frame as soon as its sound is there, with the same bits."""
+    frame = source * 512 // 16_000
+    generator = np.random.default_rng(0)
+    wave = generator.standard_normal(5 * frame + 7).astype(np.float32)
+    expected = resample(np.concatenate([np.zeros(delay, np.float32), wave]), source, 16_000)[: 5 * 512]
+    stream = FrameResampler(source, 16_000, 512)
+    whole = stream.push(wave)
+    np.testing.assert_allclose(whole, expected, atol=1e-5)
+    assert len(stream.push(wave[:0], last=True)) == 512
+    parts = FrameResampler(source, 16_000, 512)
+    cuts = [0, 1, frame, frame + 1, 3 * frame - 1, 3 * frame, 5 * frame]
+    found = [parts.push(each) for each in np.split(wave, cuts)]
+    assert [len(each) // 512 for each in found] == [0, 0, 1, 0, 1, 1, 2, 0]
+    np.testing.assert_array_equal(np.concatenate(found), whole)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,17 @@ def test_a_boundary_may_lie_across_two_steps(shift: int) -> None:
     assert bytes(form.file.data) == content and form.prompt == "after"
 
 
+@pytest.mark.parametrize("shift", range(0, 24))
+def test_a_file_may_begin_at_the_end_of_a_step(shift: int) -> None:
+    """With the beginning of a boundary, which the parser holds back until the next step."""
+    content = b"\r\n--b0undar, and more"
+    full = [part("words", b"x" * MAX_TEXT_BYTES)]
+    place = bytes(written(*full, part("words", b""), part("file", content))).index(content)
+    filler = part("words", b"x" * ((1 << 17) - shift - place))
+    form = decode_form(written(*full, filler, part("file", content)), TYPE, Upload)
+    assert bytes(form.file.data) == content
+
+
 @pytest.mark.parametrize(
     ("parts", "param", "code"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -183,6 +184,24 @@ def test_hostile_constraints_are_refused(compiler: GrammarCompiler, name: str) -
         compiler.compile(constraint(kind, text))
     assert refused.value.param == "field" and (refused.value.code or "").startswith("invalid_")
     assert texts(compiler, constraint("regex", "still"), 1) == {"still"}
+
+
+def test_what_was_refused_is_never_compiled_by_the_server(compiler: GrammarCompiler) -> None:
+    """Sent again, it keeps the process busy again."""
+    kind, text, why = HOSTILE["stars"]
+    for _ in range(2):
+        with pytest.raises(RequestError, match=why):
+            compiler.compile(constraint(kind, text))
+
+
+def test_a_long_answer_may_take_its_time(compiler: GrammarCompiler) -> None:
+    """What a token takes is limited, not what all of them take."""
+    [matcher] = compiler.compile(constraint("regex", "a*"))
+    (token,), words = TOKENIZER.encode_plain("a"), np.zeros(VOCAB // 32, np.int32)
+    begin = time.thread_time()
+    while time.thread_time() - begin < 1.0:  # of this thread alone, whatever else the machine does
+        matcher.fill(words)
+        matcher.accept(token)
 
 
 def test_an_answer_whose_next_token_takes_too_long_fails(compiler: GrammarCompiler) -> None:

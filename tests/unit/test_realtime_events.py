@@ -194,12 +194,21 @@ def test_sound_of_an_item_is_in_the_input_format_of_the_session(encoding: Encodi
         assert rate == 8_000 and len(samples) == len(SAMPLES)
 
 
-def test_a_picture_is_loaded_from_its_data_url() -> None:
+@pytest.mark.parametrize(
+    ("detail", "limit", "max_pixels"),
+    [(None, None, None), ("high", 1000, 1000), ("low", None, 512 * 512), ("low", 1000, 1000)],
+)
+def test_a_picture_is_loaded_from_its_data_url(
+    detail: str | None, limit: int | None, max_pixels: int | None
+) -> None:
     url = image_data_url()
-    item = created(message("user", {"type": "input_image", "image_url": url, "detail": "low"}))
+    served = Served(info=INFO, options=ServeOptions(max_image_pixels=limit))
+    item = created(
+        message("user", {"type": "input_image", "image_url": url, "detail": detail}), served=served
+    )
     media = item.content[0].media
     assert bytes(media.data) == base64.b64decode(url.partition(",")[2])
-    assert (media.kind, media.max_pixels) == ("image", 512 * 512)
+    assert (media.kind, media.max_pixels) == ("image", max_pixels)
     assert item.wire()["content"] == [{"type": "input_image"}]
 
 

@@ -82,7 +82,7 @@ class Entry:
     """An item of the model: plain data."""
 
     id: str
-    kind: Literal["system", "user", "audio", "answer", "history", "call", "output"]
+    kind: Literal["system", "user", "audio", "answer", "text", "history", "call", "output"]
     text: str = ""
     num_bytes: int = 0
     num_tokens: int = 0
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def said(self) -> str:
-        if self.kind == "answer":
+        if self.kind in ("answer", "text"):
             return said((self.length_ms if self.cut_ms is None else self.cut_ms) // MS)
         if self.kind == "audio" and self.num_bytes:
             return f"<{self.num_bytes}>"
@@ -115,6 +115,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         self.conversation = Conversation(max_items=MAX_ITEMS, max_media_bytes=MAX_BYTES)
         self.model: list[Entry] = []
         self.count = 0
+        self.deleted: set[str] = set()
 
     def entry(self, place: int) -> Entry | None:
         """One of the items, or None for one that does not exist."""
@@ -136,8 +137,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
                 return UserMessage(
                     id=entry.id, content=[AudioContent(media=media, transcript=entry.text or None)]
                 )
-            case "answer":
-                return AssistantMessage(id=entry.id, is_spoken=True, answer=spoken(entry.num_tokens))
+            case "answer" | "text":
+                answer = spoken(entry.num_tokens, is_spoken=entry.kind == "answer")
+                return AssistantMessage(id=entry.id, is_spoken=entry.kind == "answer", answer=answer)
             case "history":
                 return AssistantMessage(id=entry.id, is_spoken=True, texts=(entry.text,))
             case "call":
@@ -163,13 +165,15 @@ class AnyOrder(stateful.RuleBasedStateMachine):
     def insert(
         self, kind: str, text: str, num_bytes: int, place: int | str | None, taken: int | None
     ) -> None:
-        """Of the client: `taken`: with the id of another item."""
+        """Of the client: `taken`: with the id of another item, or of one that was deleted."""
         entry = self.new(kind, text=text or ("f" if kind == "call" else ""))
         if kind == "audio":
             entry.num_bytes = num_bytes
         other = None if taken is None else self.entry(taken)
         if other is not None:
             entry.id = other.id
+        elif taken is not None and self.deleted:
+            entry.id = self.deleted.pop()
         before = self.entry(place) if isinstance(place, int) else None
         previous_id = "absent" if isinstance(place, int) and before is None else place
         if before is not None:
@@ -191,9 +195,9 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         index = 0 if place == "root" else len(self.model) if before is None else self.model.index(before) + 1
         self.added(index, entry)
 
-    @stateful.rule(num_tokens=st.integers(0, len(TOKENS)))
-    def answer(self, num_tokens: int) -> None:
-        entry = self.new("answer", num_tokens=num_tokens)
+    @stateful.rule(kind=st.sampled_from(["answer", "answer", "text"]), num_tokens=st.integers(0, len(TOKENS)))
+    def answer(self, kind: str, num_tokens: int) -> None:
+        entry = self.new(kind, num_tokens=num_tokens)
         self.conversation.append(self.item(entry))
         self.added(len(self.model), entry)
 
@@ -212,6 +216,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         else:
             assert self.conversation.delete(entry.id).id == entry.id
             self.model.remove(entry)
+            self.deleted.add(entry.id)
 
     @stateful.rule(place=st.integers(0, 50))
     def retrieve(self, place: int) -> None:
@@ -261,13 +266,14 @@ class AnyOrder(stateful.RuleBasedStateMachine):
         for item in conversation.items:
             assert conversation.find(item.id) is item and conversation.previous_id(item) == previous
             previous = item.id
+        assert not any(map(conversation.find, self.deleted))
         assert conversation.num_media_bytes == sum(entry.num_bytes for entry in self.model)
 
     @stateful.invariant()
     def prompts_have_it(self) -> None:
         expected: list[tuple[str, str]] = []
         for entry in self.model:
-            is_absent = entry.kind in ("audio", "answer") and not entry.said
+            is_absent = entry.kind in ("audio", "answer", "text", "history") and not entry.said
             if entry.is_left_out or is_absent:
                 continue
             role = ROLES.get(entry.kind, "assistant")
@@ -331,6 +337,8 @@ def history(text: str) -> AssistantMessage:
             None,
             [("user", "a"), ("assistant", "b[f][g]"), ("tool", "1"), ("tool", "")],
         ),
+        ([user("a"), history("b"), system("s")], "", None, [("user", "a"), ("assistant", "b"), ("system", "s")]),
+        ([user("a"), history("")], "", None, [("user", "a")]),
         ([user("a"), FunctionCall(name="f")], "", None, [("user", "a"), ("assistant", "[f]"), ("user", "")]),
         # A call that was not completed, and an answer of which nothing was heard, are not there.
         ([user("a"), FunctionCall(name="f", status="incomplete")], "", None, [("user", "a")]),
@@ -391,13 +399,23 @@ def test_a_transcript_takes_the_place_of_sound_that_was_dropped() -> None:
     assert [text_of(turn.message) for turn in conversation.turns()] == ["hello", "<90>"]
 
 
-def test_media_that_grow_are_limited_too() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "newest", "left"),
+    [
+        ([50, 50, 10], 2, [0, 50, 10]),
+        ([50, 50], 1, [50, 50]),
+        ([10, 10, 101], 2, [0, 0, 101]),
+        ([60, 50, 50], 2, [0, 50, 50]),
+        ([10, 95, 10], 1, [0, 95, 0]),
+    ],
+)
+def test_media_are_dropped_until_they_fit(sizes: list[int], newest: int, left: list[int]) -> None:
     """Decoded media replace encoded ones, and may be larger."""
     conversation = Conversation(max_media_bytes=100)
-    items = [UserMessage(content=[ImageContent(media=sound(10))]) for _ in range(3)]
-    for item in items:
+    items = [UserMessage(content=[ImageContent(media=sound(1))]) for _ in sizes]
+    for item, size in zip(items, sizes, strict=True):
         conversation.append(item)
-    for part in items[1].media:
-        part.media = sound(95)
-    conversation.limit_media(items[1])
-    assert [item.num_media_bytes for item in items] == [0, 95, 0]
+        for part in item.media:
+            part.media = sound(size)
+    conversation.limit_media(items[newest])
+    assert [item.num_media_bytes for item in items] == left

@@ -392,7 +392,11 @@ def test_reasoning_switches_thoughts_on(effort: str, thinking: bool) -> None:
 def test_a_response_without_fields_has_the_settings_of_the_session() -> None:
     session = update(
         default_settings(SERVED),
-        {"tools": [FUNCTION], "max_output_tokens": 50, "audio": {"output": {"voice": "alloy"}}},
+        {
+            "tools": [FUNCTION | {"strict": None}],
+            "max_output_tokens": 50,
+            "audio": {"output": {"voice": "alloy"}},
+        },
         SERVED,
     )
     settings = response_settings(session, SERVED)

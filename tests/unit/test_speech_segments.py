@@ -139,6 +139,15 @@ def test_silence_tones_and_noise_are_no_speech(samples: NDArray[Any]) -> None:
     assert not read_all(InProcessDecoder().read_speech(TASK, wav(samples.astype(np.float32), 16000), RULES))
 
 
+def test_a_file_may_end_within_a_word() -> None:
+    """At any place of a frame; the segment ends with it."""
+    samples = samples_at(16000)
+    for milliseconds in range(3500, 3900, 35):
+        reader = InProcessDecoder().read_speech(TASK, wav(samples[: milliseconds * 16], 16000), RULES)
+        last = read_all(reader)[-1]
+        assert reader.duration_ms == milliseconds and milliseconds - 64 < last.end_ms <= milliseconds
+
+
 def test_speech_without_a_pause_is_cut(pool: DecoderPool) -> None:
     sentence = samples_at(16000)[8000:33888]
     found = read_all(pool.read_speech(TASK, wav(np.tile(sentence, 12), 16000), TurnRules(max_ms=5000)))

@@ -232,10 +232,13 @@ def test_tags_that_the_model_writes_in_a_string_are_text() -> None:
 
 
 def test_one_call_ends_an_answer_without_parallel_calls() -> None:
+    """Also a broken one."""
     call = [OPEN, *text_ids('{"name": "f", "arguments": {}}'), CLOSE]
     use = ToolUse(tools=USE.tools, is_parallel=False)
     events, finish = answer([*call, *text_ids("\n"), *call], use)
     assert (list(summary(events)["calls"]), finish) == ([0], "tool_calls")
+    found = summary(answer([OPEN, *text_ids("{"), CLOSE, *text_ids("And"), *call], use)[0])
+    assert (found["failed"], found["calls"], found["text"]) == ([(None, "<tool_call>{</tool_call>")], {}, "")
 
 
 def test_only_allowed_functions_are_called() -> None:

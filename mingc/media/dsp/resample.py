@@ -89,7 +89,7 @@ def resample(wave: NDArray[np.float32], source_hz: int, target_hz: int) -> NDArr
 class FrameResampler:
     """Resamples a stream frame by frame: each frame is there as soon as its samples are, however they arrive.
 
-    Its filter is that of `resample`, behind which it is late by half a filter (0.3 ms from 24 to 16 kHz).
+    Its filter is that of `resample`, behind which it is late by half a filter (0.4 ms from 24 to 16 kHz).
     """
 
     def __init__(self, source_hz: int, target_hz: int, frame_samples: int) -> None:

@@ -34,7 +34,7 @@ from mingc.runtime.service.voice_store import (
 )
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.talker.voice_encoder import VoiceEncoder
-from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
+from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample, voice_not_found
 
 log = logging.getLogger("mingc.voices")
 
@@ -219,13 +219,7 @@ class Voices:
         return await self._cached(known.info.id.encode(), load)
 
     async def _not_found(self, name: str, offload: Offload) -> RequestError:
-        names = ", ".join(each.name for each in await self.list(offload)) or "none"
-        return RequestError(
-            f"there is no voice {name[:100]!r}; there are: {names}",
-            status=404,
-            param="voice",
-            code="voice_not_found",
-        )
+        return voice_not_found(name, [each.name for each in await self.list(offload)])
 
     async def _unpack(self, voice: StoredVoice, tensors: Tensors, offload: Offload) -> VoicePack:
         """The voice in a file: as it is, or computed again from its clip when other weights have computed it."""

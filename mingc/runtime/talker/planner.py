@@ -21,7 +21,7 @@ from mingc.prompts.speech_prompt import SpeechPrompt, SpeechPromptBuilder, capti
 from mingc.runtime.noise import NoiseSource
 from mingc.runtime.request import SpeechParams
 from mingc.runtime.talker.worker import SpeechSegment
-from mingc.runtime.voices import VoicePack
+from mingc.runtime.voices import VoicePack, voice_not_found
 
 _LEAST_PATCHES = 30  # of speech that must fit behind a voice: 10 s
 
@@ -120,13 +120,7 @@ class SpeechPlanner:
             return None
         voice = self._voices.get(name)
         if voice is None:
-            available = ", ".join(sorted(self._voices)) or "none"
-            raise RequestError(
-                f"there is no voice {name!r}; there are: {available}",
-                status=404,
-                param="voice",
-                code="voice_not_found",
-            )
+            raise voice_not_found(name, sorted(self._voices))
         return voice
 
     def history(self, voice: VoicePack | None) -> NDArray[np.float32]:

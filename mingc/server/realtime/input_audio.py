@@ -22,8 +22,6 @@ from mingc.server.audio_format import wav_header
 Encoding = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 RATES: Mapping[Encoding, int] = {"audio/pcm": 24_000, "audio/pcmu": g711.RATE_HZ, "audio/pcma": g711.RATE_HZ}
 
-# Silence that ends a turn under `semantic_vad`, by eagerness.
-SILENCE_MS: Mapping[str, int] = {"high": 300, "medium": 600, "auto": 600, "low": 1200}
 MIN_COMMIT_MS = 100
 _AFTER_MS = 200  # of sound behind the last speech that a prompt has: stop consonants need it
 _KEPT_MS = 1000  # beside the padding, while nobody speaks
@@ -168,35 +166,30 @@ class InputAudio:
         self._add(data)
         if self._turns is None:
             return self._take_full()
-        activity = self._activity
-        if activity is None:  # the first one of the process loads the model
-            activity = self._activity = await asyncio.to_thread(VoiceActivity, self._rate)
-        new = np.frombuffer(self._pcm, "<i2")[self._searched - self._first :].astype(np.float32) / 32768
-        self._searched = self._end
-        if len(new) * 1000 <= _ON_THREAD_MS * self._rate:
-            return self._advance(activity.push(new))
         self._is_searching = True
         try:
-            probabilities = await asyncio.to_thread(activity.push, new)
+            if self._activity is None:  # the first one of the process loads the model
+                self._activity = await asyncio.to_thread(VoiceActivity, self._rate)
+            new = np.frombuffer(self._pcm, "<i2")[self._searched - self._first :].astype(np.float32) / np.float32(32768)
+            self._searched = self._end
+            if len(new) * 1000 > _ON_THREAD_MS * self._rate:
+                return self._advance(await asyncio.to_thread(self._activity.push, new))
+            return self._advance(self._activity.push(new))
         finally:
             self._is_searching = False
-        return self._advance(probabilities)
 
     def commit(self) -> Clip:
         """Take the turn, or all that the buffer holds if nobody speaks. No event tells the turn's end.
 
         Raises: RequestError below 100 ms.
         """
-        first = self._first
-        if self._turns is not None and self._turns.start_ms is not None:
-            first = self._sample(self._turns.start_ms)
-        if (self._end - first) * 1000 < MIN_COMMIT_MS * self._rate:
+        clip = self._clip(self._first, self._end, self._end)
+        if len(clip.pcm) < self._least_bytes:
             raise RequestError(
-                f"The input audio buffer holds {(self._end - first) * 1000 // self._rate} ms of sound. Append at least "
-                f"{MIN_COMMIT_MS} ms before a commit; with turn detection, turns are committed by themselves.",
+                f"The input audio buffer holds {clip.duration_ms} ms of sound. Append at least {MIN_COMMIT_MS} ms "
+                "before a commit; with turn detection, turns are committed by themselves.",
                 code="input_audio_buffer_commit_empty",
             )
-        clip = self._clip(first, self._end, self._end)
         self.clear()
         return clip
 
@@ -232,16 +225,18 @@ class InputAudio:
         since = (since_ms - self._base_ms) * self._rate // 1000
         first = max(self._first, self._end - _KEPT_MS * self._rate // 1000, since)
         pcm = self._clip(first, self._end, self._end).pcm
-        missing = MIN_COMMIT_MS * self._rate // 500 - len(
-            pcm
-        )  # the client may send nothing while it is quiet
-        found = Idle(since_ms, self.now_ms, _whole(bytes(max(0, missing)) + pcm, self._rate, self._ms(first)))
+        pcm = bytes(max(0, self._least_bytes - len(pcm))) + pcm  # a client may send nothing while it is quiet
+        found = Idle(since_ms, self.now_ms, _whole(pcm, self._rate, self._ms(first)))
         self._drop_all()
         return found
 
     @property
     def _rate(self) -> int:
         return RATES[self._encoding]
+
+    @property
+    def _least_bytes(self) -> int:
+        return 2 * (MIN_COMMIT_MS * self._rate // 1000)
 
     def _ms(self, sample: int) -> int:
         return self._base_ms + sample * 1000 // self._rate
@@ -251,15 +246,18 @@ class InputAudio:
         return self._search_first + turn_ms * self._rate // 1000
 
     def _set_rules(self, rules: TurnRules | None, *, is_new: bool = False) -> None:
+        if rules is not None:
+            padding_ms = min(rules.prefix_padding_ms, self._max_ms // 2)
+            rules = replace(rules, max_ms=self._max_ms, prefix_padding_ms=padding_ms)
         if rules is None:
             self._turns = self._activity = None
             self._is_paused = False
         elif self._turns is None or is_new:
-            self._turns, self._activity = TurnDetector(replace(rules, max_ms=self._max_ms)), None
+            self._turns, self._activity = TurnDetector(rules), None
             self._search_first = self._searched = self._first
             self._is_paused = False
         else:
-            self._turns.rules = replace(rules, max_ms=self._max_ms)
+            self._turns.rules = rules
 
     def _add(self, data: bytes) -> None:
         if self._encoding == "audio/pcm" and (self._odd or len(data) % 2):

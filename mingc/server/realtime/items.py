@@ -226,10 +226,13 @@ class AssistantMessage(Item):
         return self._object("message", self.status, role="assistant", content=content)
 
     def message(self) -> Message | None:
+        """None if nothing was heard, or said."""
+        parts: tuple[Part, ...]
         if self.answer is None:
-            return Message(role="assistant", parts=tuple(TextPart(text=text) for text in self.texts if text))
-        heard = self.answer.heard()
-        return None if heard.is_nothing else Message(role="assistant", parts=heard.parts)
+            parts = tuple(TextPart(text=text) for text in self.texts if text)
+        else:
+            parts = self.answer.heard().parts
+        return Message(role="assistant", parts=parts) if parts else None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -80,6 +80,7 @@ class Response:
         is_shown: whether the client knows of it.
         is_ended: no event follows.
         message: its item with text or sound.
+        num_bytes: of media that it alone has.
         played_until: when the client will have played what was written, by the clock of the event loop.
         task: frees all that it holds when it ends.
     """
@@ -97,6 +98,7 @@ class Response:
         self.settings = settings
         self.is_shown = self.is_ended = False
         self.message: AssistantMessage | None = None
+        self.num_bytes = 0
         self.played_until = 0.0
         self._state = state
         self._socket = socket
@@ -110,6 +112,7 @@ class Response:
         self._shown = asyncio.Event()
         self._index = 0  # of the message in the output
         self._calls: list[ToolCallDone] = []  # that wait for the end of the message
+        self._has_broken_call = False
         self._output: list[Item] = []
         self._question: Question | None = None
         self._done: Done | None = None
@@ -212,11 +215,13 @@ class Response:
                 if self.message is None:
                     self._send_calls()
             case ToolCallFailed():
-                raise WorkerError(
-                    "The model wrote a call that is none: broken JSON, or no function of 'tools'.",
-                    code="invalid_tool_call",
-                )
+                self._has_broken_call = True
             case Done():
+                if self._has_broken_call and event.finish_reason != "length":  # which may end within a call
+                    raise WorkerError(
+                        "The model wrote a call that is none: broken JSON, or no function of 'tools'.",
+                        code="invalid_tool_call",
+                    )
                 self._done = event
                 if data:
                     self._add_sound(None, data)

@@ -65,7 +65,9 @@ log = logging.getLogger("mingc.http")
 
 _MAX_OUT_OF_BAND = 2
 _SMALL_EVENT = 1024  # bytes; it is handled also when there is no memory for more
-_AUTO_RATIO = 0.8  # of the context is kept when the oldest turns are left out: then the prefix stays as it is for long
+_AUTO_RATIO = (
+    0.8  # of the context is kept when the oldest turns are left out: then the prefix stays as it is for long
+)
 _ANSWER_SHARE = 4  # one part in so many of the context is kept free for the answer, if it may be so long
 _LONGEST_CLIP_MS = 300_000  # of an artifact that does not say
 
@@ -108,9 +110,7 @@ class RealtimeSession:
         self._response: Response | None = None  # of the conversation; one at a time
         self._others: set[Response] = set()  # out of band
         self._early: _EarlyStart | None = None
-        self._turn_waits: float | None = (
-            None  # end of one that is answered when the running response has ended
-        )
+        self._turn_waits: float | None = None  # end of a turn that is answered after the running response
         self._turn_id: str | None = None  # item of the turn that is being spoken
         self._tasks: set[asyncio.Task[None]] = set()
         self._decoding: dict[AudioContent | ImageContent, asyncio.Task[None]] = {}
@@ -225,7 +225,9 @@ class RealtimeSession:
 
     def _count_bytes(self) -> None:
         """Charge what is kept; it may exceed the budget now, because decoded media can be larger."""
+        running = (self._response, *self._others)
         self._num_bytes = self._conversation.num_media_bytes + sum(self._texts.values())
+        self._num_bytes += sum(each.num_bytes for each in running if each is not None)
         with suppress(CapacityError):
             self._charge.set(self._num_bytes + self._input.num_bytes)
 
@@ -258,6 +260,7 @@ class RealtimeSession:
             ]
             for item in given:
                 self._decode(item, event.event_id)
+        own_bytes = sum(item.num_media_bytes for item in given or () if isinstance(item, UserMessage))
         if settings.is_out_of_band:
             if len(self._others) >= _MAX_OUT_OF_BAND:
                 raise RequestError(
@@ -265,6 +268,7 @@ class RealtimeSession:
                     code="conversation_already_has_active_response",
                 )
             response = self._ask(settings, given)
+            response.num_bytes = own_bytes
             self._others.add(response)
             response.show(None)
             return
@@ -273,7 +277,9 @@ class RealtimeSession:
                 f"The conversation has an active response, {self._response.id}: cancel it, or wait for its end.",
                 code="conversation_already_has_active_response",
             )
-        self._start(self._ask(settings, given), time.monotonic())
+        response = self._ask(settings, given)
+        response.num_bytes = own_bytes
+        self._start(response, time.monotonic())
 
     def _cancel(self, event: events.ResponseCancel) -> None:
         wanted = event.response_id

@@ -240,8 +240,8 @@ class EventSocket:
                 self._is_empty.set()
         except OSError:  # the client has left, as `receive` reports
             self._is_empty.set()
-        except Exception:
-            log.exception("a session failed")
+        except Exception as error:
+            log.error("a session failed", exc_info=error)
             self.end(1011, "internal error")
             self._is_empty.set()
 

@@ -18,6 +18,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from mingc.errors import CapacityError, MingcError, RequestError
 from mingc.runtime.request import AudioDelta, Done, FinishReason, SpeechRequest
+from mingc.runtime.voices import voice_not_found
 from mingc.server.http.body import decode_body
 from mingc.server.http.field_errors import invalid, shorten, too_long
 from mingc.server.http.parsing import ParsedSpeech, parse_speech
@@ -142,7 +143,9 @@ class SpeechSession:
                         param="type",
                         code="utterance_open",
                     )
-                self._config = self._parse_config(raw)
+                config = self._parse_config(raw)
+                await self._check_voice(config.speech.speech.voice)
+                self._config = config
             case "input.text":
                 self._add(decode_body(raw, InputText).text)
             case "input.done":
@@ -186,6 +189,15 @@ class SpeechSession:
             format=msgspec.json.decode(body["response_format"]) or "wav",
             starts_early=switches.split_granularity in (None, "clause"),
         )
+
+    async def _check_voice(self, name: str | None) -> None:
+        """Raises: RequestError now, not when the first text is spoken, for a voice that nobody has uploaded."""
+        service = self._state.server.service
+        if name is None or name in service.info.voices:
+            return
+        voices = await service.list_voices()
+        if not any(name in (each.name, each.id) for each in voices):
+            raise voice_not_found(name, [each.name for each in voices])
 
     def _open_input(self) -> _Utterance | None:
         """The utterance that takes text, or a new one. None if too many wait; the WebSocket is closed then."""
