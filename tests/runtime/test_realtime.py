@@ -233,6 +233,18 @@ def test_a_turn_is_heard_and_answered() -> None:
         assert metric(url, 'mingc_realtime_turns_total{end="server_vad"}') == 1
 
 
+def test_a_transcript_that_fails_fails_alone() -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.update(audio={"input": {"transcription": {"model": "any", "prompt": "fail first"}}})
+        client.append(SENTENCE)
+        failed = client.until("conversation.item.input_audio_transcription.failed")
+        assert failed["error"] == {"type": "server_error", "message": "rank 1 died"}
+        if not client.of("response.done"):
+            client.until("response.done")
+        assert client.of("response.done")[0]["response"]["status"] == "completed"
+        assert answer(client)["status"] == "completed"
+
+
 def test_a_response_begins_in_the_silence_before_a_turn_ends() -> None:
     """It is not shown before; when the user speaks on, it never was."""
     with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:

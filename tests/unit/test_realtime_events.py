@@ -61,7 +61,7 @@ def created(item: dict[str, Any], encoding: Encoding = "audio/pcm", served: Serv
     return parse({"type": "conversation.item.create", "item": item}, encoding, served).item
 
 
-# What the four clients send at their start and for history, as specification serving-next §3 and §13 says.
+# What the four clients send at their start and for history.
 @pytest.mark.parametrize(
     "session",
     [
@@ -409,11 +409,17 @@ def test_wrong_fields_of_a_response_are_named(response: dict[str, Any], code: st
 
 
 def test_a_long_append_keeps_every_byte() -> None:
-    """Longer than the text that is decoded as a whole, with the escapes that JSON allows in base64."""
-    data = np.random.default_rng(0).bytes(3 << 20)
-    text = base64.b64encode(data).replace(b"/", b"\\/")
-    found = parse(b'{"type": "input_audio_buffer.append", "audio": "%b", "event_id": "e"}' % text)
+    """About as long as a message may be; with the escapes that JSON allows in base64, and its type at the end."""
+    data = np.random.default_rng(0).bytes(11 << 20)
+    text = base64.b64encode(data)
+    found = parse(b'{"audio": "%b", "event_id": "e", "type": "input_audio_buffer.append"}' % text)
     assert found.audio == data and found.event_id == "e"
+    item = b'{"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": "%b"}]}' % text
+    found = parse(b'{"item": %b, "type": "conversation.item.create"}' % item)
+    assert found.item.content[0].media.data[44:] == data
+    text = text[: 1 << 18].replace(b"/", b"\\/")
+    found = parse(b'{"audio": "%b", "type": "input_audio_buffer.append"}' % text)
+    assert found.audio == data[: 3 << 16]
 
 
 # The server's events
@@ -566,7 +572,7 @@ def test_every_event_of_the_server_is_checked_above() -> None:
 
 
 def test_a_cancelled_response_is_the_documented_object() -> None:
-    """The example of specification serving-next §4."""
+    """Written by hand."""
     item = AssistantMessage(id="item_4", is_spoken=True, texts=("Hello there,",), status="incomplete")
     done = msgspec.structs.replace(
         RESPONSE,

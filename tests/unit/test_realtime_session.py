@@ -53,7 +53,7 @@ SEMANTIC_VAD = {
     "create_response": True,
     "interrupt_response": True,
 }
-# The object of specification serving-next §2, by hand.
+# The object of a new session, by hand.
 DEFAULTS: dict[str, Any] = {
     "object": "realtime.session",
     "type": "realtime",
@@ -359,7 +359,7 @@ def test_an_artifact_of_text_alone_has_a_session_of_text_alone() -> None:
     assert "voice" not in found["audio"]["output"]
 
 
-# Specification serving-next §5: eagerness high, medium and auto, low.
+# Eagerness high, medium and auto, low.
 @pytest.mark.parametrize(
     ("fields", "threshold", "padding_ms", "silence_ms"),
     [

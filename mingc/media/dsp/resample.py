@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 _LOWPASS_WIDTH = 6
@@ -110,9 +109,11 @@ class FrameResampler:
         history = len(self._taps) - self._down
         if last:
             buffer = np.pad(buffer, (0, -(len(buffer) - history) % self._frame))
-        num_frames = (len(buffer) - history) // self._frame
-        windows = sliding_window_view(buffer, len(self._taps)) if num_frames else buffer
-        starts = range(0, num_frames * self._frame, self._frame)
-        found = [windows[start : start + self._frame : self._down] @ self._taps for start in starts]
-        self._rest = buffer[num_frames * self._frame :].copy()
-        return np.concatenate([each.reshape(-1) for each in found]) if found else np.zeros(0, np.float32)
+        frame, size = self._frame, buffer.itemsize
+        starts = range(0, (len(buffer) - history) // frame * frame, frame)
+        shape, strides = (frame // self._down, len(self._taps)), (size * self._down, size)
+        # One product for each frame, so that its bits do not depend on the others.
+        windows = (np.ndarray(shape, np.float32, buffer, size * start, strides) for start in starts)
+        found = [(each @ self._taps).reshape(-1) for each in windows]
+        self._rest = buffer[len(found) * frame :].copy()
+        return np.concatenate(found) if found else np.zeros(0, np.float32)

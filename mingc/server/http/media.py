@@ -279,9 +279,9 @@ def decode_data(media: MediaPart, source: str, max_bytes: int, limit: int | None
         if isinstance(source, LongString):  # its header may have escaped slashes
             start = bytes(source.data[:1024]).index(b",") + 1
     size = len(source.data if isinstance(source, LongString) else source) - start
-    too_large = _too_large(media, "The media of this request are", max_bytes if limit is None else limit)
+    limit = max_bytes if limit is None else limit
     if size * 3 // 4 > max_bytes + 3:
-        raise too_large
+        raise _too_large(media, "The media of this request are", limit)
     try:
         if isinstance(source, LongString):
             data = decode_base64(source.data[start:], is_escaped=True)
@@ -290,7 +290,7 @@ def decode_data(media: MediaPart, source: str, max_bytes: int, limit: int | None
     except (binascii.Error, UnicodeEncodeError) as error:
         _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
     if len(data) > max_bytes:
-        raise too_large
+        raise _too_large(media, "The media of this request are", limit)
     return data
 
 

@@ -5,17 +5,17 @@ The order of the server's events is the session's matter.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart
 from mingc.runtime.request import Usage
 from mingc.server.error_objects import error_response
 from mingc.server.http.body import decode_body
-from mingc.server.http.field_errors import as_integer, missing, shorten
+from mingc.server.http.field_errors import as_integer, missing
 from mingc.server.http.media import decode_data
 from mingc.server.http.request_schemas import MAX_MESSAGES, Media
 from mingc.server.realtime.items import (
@@ -38,53 +38,48 @@ _EventId = Annotated[str, Meta(max_length=_MAX_ID)]
 _Milliseconds = Annotated[int, Meta(ge=0, le=_MAX_MS)] | Annotated[float, Meta(ge=0, le=_MAX_MS)]
 
 
-class _Head(Struct):
-    type: str | None = None
-
-
 class _Identified(Struct):
     event_id: str | None = None
 
 
-class _Event(Struct, kw_only=True, forbid_unknown_fields=True):
+class _Event(Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
     """`event_id`: the client's name of the event, which an error that it causes repeats."""
 
-    type: Raw = field(default_factory=Raw)
     event_id: _EventId | None = None
 
 
-class SessionUpdate(_Event, kw_only=True):
+class SessionUpdate(_Event, kw_only=True, tag="session.update"):
     """`session`: for `session.update`."""
 
     session: dict[str, Any]
 
 
-class _AppendFields(_Event, kw_only=True):
+class _AppendFields(_Event, kw_only=True, tag="input_audio_buffer.append"):
     audio: Media
 
 
-class InputAudioBufferCommit(_Event, kw_only=True):
+class InputAudioBufferCommit(_Event, kw_only=True, tag="input_audio_buffer.commit"):
     pass
 
 
-class InputAudioBufferClear(_Event, kw_only=True):
+class InputAudioBufferClear(_Event, kw_only=True, tag="input_audio_buffer.clear"):
     pass
 
 
-class _ItemCreateFields(_Event, kw_only=True):
+class _ItemCreateFields(_Event, kw_only=True, tag="conversation.item.create"):
     item: ItemFields
     previous_item_id: ItemId | None = None
 
 
-class ItemDelete(_Event, kw_only=True):
+class ItemDelete(_Event, kw_only=True, tag="conversation.item.delete"):
     item_id: str
 
 
-class ItemRetrieve(_Event, kw_only=True):
+class ItemRetrieve(_Event, kw_only=True, tag="conversation.item.retrieve"):
     item_id: str
 
 
-class ItemTruncate(_Event, kw_only=True):
+class ItemTruncate(_Event, kw_only=True, tag="conversation.item.truncate"):
     """The user heard so much of a spoken answer."""
 
     item_id: str
@@ -96,11 +91,11 @@ class _Response(ResponseFields, kw_only=True):
     input: Annotated[list[InputFields], Meta(max_length=MAX_MESSAGES)] | None = None
 
 
-class _ResponseCreateFields(_Event, kw_only=True):
+class _ResponseCreateFields(_Event, kw_only=True, tag="response.create"):
     response: _Response | None = None
 
 
-class ResponseCancel(_Event, kw_only=True):
+class ResponseCancel(_Event, kw_only=True, tag="response.cancel"):
     response_id: str | None = None
 
 
@@ -140,18 +135,18 @@ ClientEvent = (
     | ResponseCancel
 )
 
-_TYPES: dict[str, type[_Event]] = {
-    "session.update": SessionUpdate,
-    "input_audio_buffer.append": _AppendFields,
-    "input_audio_buffer.commit": InputAudioBufferCommit,
-    "input_audio_buffer.clear": InputAudioBufferClear,
-    "conversation.item.create": _ItemCreateFields,
-    "conversation.item.delete": ItemDelete,
-    "conversation.item.retrieve": ItemRetrieve,
-    "conversation.item.truncate": ItemTruncate,
-    "response.create": _ResponseCreateFields,
-    "response.cancel": ResponseCancel,
-}
+_Fields = (
+    SessionUpdate
+    | _AppendFields
+    | InputAudioBufferCommit
+    | InputAudioBufferClear
+    | _ItemCreateFields
+    | ItemDelete
+    | ItemRetrieve
+    | ItemTruncate
+    | _ResponseCreateFields
+    | ResponseCancel
+)
 
 
 def parse_event(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
@@ -167,8 +162,10 @@ def parse_event(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
         if error.param == "body" or error.code in ("invalid_json", "body_too_complex"):
             message = error.message.replace("The request body", "The event").replace("'body'", "The event")
             raise RequestError(message, code="invalid_event") from error
-        if error.param == "type" and error.code != "unsupported_event":
-            raise RequestError(error.message, param="type", code="invalid_event") from error
+        if error.param == "type":
+            is_unknown = error.code == "invalid_value"
+            code = "unsupported_event" if is_unknown else "invalid_event"
+            raise RequestError(error.message, param="type", code=code) from error
         raise with_new_name(error) from error
 
 
@@ -182,15 +179,7 @@ def event_id_of(raw: bytes) -> str | None:
 
 
 def _parse(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
-    kind = decode_body(raw, _Head).type
-    if kind is None:
-        raise RequestError("The event has no 'type'.", param="type", code="invalid_event")
-    if kind not in _TYPES:
-        known = ", ".join(_TYPES)
-        raise RequestError(
-            f"There is no event {shorten(kind)}; there are: {known}.", param="type", code="unsupported_event"
-        )
-    event = decode_body(raw, _TYPES[kind])
+    event: _Fields = decode_body(raw, cast(Any, _Fields))
     match event:
         case _AppendFields(event_id=event_id, audio=audio):
             part = MediaPart(kind="audio", data=audio, where="audio", is_base64=True)
@@ -212,7 +201,6 @@ def _parse(raw: bytes, served: Served, encoding: Encoding) -> ClientEvent:
         case ItemTruncate():
             event.content_index = as_integer(event.content_index, "content_index") or 0
             event.audio_end_ms = as_integer(event.audio_end_ms, "audio_end_ms") or 0
-    assert isinstance(event, ClientEvent)
     return event
 
 

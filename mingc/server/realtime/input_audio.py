@@ -170,7 +170,8 @@ class InputAudio:
         try:
             if self._activity is None:  # the first one of the process loads the model
                 self._activity = await asyncio.to_thread(VoiceActivity, self._rate)
-            new = np.frombuffer(self._pcm, "<i2")[self._searched - self._first :].astype(np.float32) / np.float32(32768)
+            new = np.frombuffer(self._pcm, "<i2")[self._searched - self._first :].astype(np.float32)
+            new /= np.float32(32768)
             self._searched = self._end
             if len(new) * 1000 > _ON_THREAD_MS * self._rate:
                 return self._advance(await asyncio.to_thread(self._activity.push, new))

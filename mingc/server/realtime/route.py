@@ -19,10 +19,10 @@ import msgspec
 from msgspec import UNSET
 from starlette.datastructures import QueryParams
 
-from mingc.errors import CapacityError, MingcError, RequestError
+from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.prompts.conversation import MediaPart
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
-from mingc.runtime.request import ServiceInfo, TranscriptDelta, TranscriptDone
+from mingc.runtime.request import ServiceInfo, TranscriptDelta, TranscriptDone, TranscriptionRequest
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.routes import HttpState
 from mingc.server.realtime import events
@@ -313,8 +313,9 @@ class RealtimeSession:
         self._show_item(item)
         self._decode(item, None)
         self._server.metrics.realtime_turns.labels(end).inc()
-        if self._settings.transcription is not None:
-            self._transcribing = self._run(self._transcribe(item, clip.wav(), self._transcribing))
+        if (settings := self._settings.transcription) is not None:
+            request = transcription_request(settings, clip.wav(), f"{item.id}.content.audio")
+            self._transcribing = self._run(self._transcribe(item, request, self._transcribing))
 
     def _decode(self, item: Item, event_id: str | None) -> None:
         """Decode the media of an item, so that prompts have features and a bad file is known early."""
@@ -335,7 +336,9 @@ class RealtimeSession:
         assert media is not None
         try:
             decoded = await self._server.service.decode_media(media)
-        except MingcError as error:
+        except Exception as error:
+            if not isinstance(error, MingcError):
+                log.exception("%s: unexpected error", PATH)
             part.media = None
             self._socket.put(events.error_event(error, event_id))
             return
@@ -344,19 +347,20 @@ class RealtimeSession:
             self._conversation.limit_media(item)
             self._count_bytes()
 
-    async def _transcribe(self, item: UserMessage, audio: bytes, before: asyncio.Task[None] | None) -> None:
+    async def _transcribe(
+        self, item: UserMessage, request: TranscriptionRequest, before: asyncio.Task[None] | None
+    ) -> None:
         """Send the transcript of a turn, after that of the turn before."""
-        settings, server = self._settings.transcription, self._server
+        server = self._server
         if before is not None:
             await asyncio.wait((before,))
-        assert settings is not None
         texts: list[str] = []
+        done: TranscriptDone | None = None
         try:
             with ExitStack() as place:
                 key = place.enter_context(server.key_limits.admit(self._socket.key))
                 place.enter_context(server.admit())
                 place.enter_context(self._socket.running())
-                request = transcription_request(settings, audio, f"{item.id}.content.audio")
                 key.add_text(request.topic * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
                 async with aclosing(server.service.transcribe(request)) as transcript:
                     async for event in server.metrics.count_transcript(transcript):
@@ -365,6 +369,8 @@ class RealtimeSession:
                             self._socket.put(events.TranscriptionDelta(item_id=item.id, delta=event.text))
                         elif isinstance(event, TranscriptDone):
                             done = event
+            if done is None:
+                raise WorkerError("The model stopped before the transcript was complete.", code="unfinished")
             text = "".join(texts)
             for part in item.content:
                 if isinstance(part, AudioContent):
