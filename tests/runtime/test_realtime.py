@@ -120,6 +120,12 @@ BROKEN = runtime.ToolCallFailed(index=None, text="{")
 # One response
 
 
+def test_a_model_without_voices_speaks() -> None:
+    voiceless = replace(INFO, voices=(), default_voice=None)
+    with scripted(SPOKEN, voiceless) as (url, _), RealtimeClient(url) as client:
+        assert answer(client)["audio"] == {"output": {"format": {"type": "audio/pcm", "rate": RATE}}}
+
+
 def test_a_spoken_answer_with_a_call_in_the_order_of_the_protocol() -> None:
     with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
         client.update(tools=[TOOL], instructions="Be short.")

@@ -381,12 +381,8 @@ class Response:
             output=[item.wire() for item in self._output],
         )
         if settings.speech is not None:
-            made.audio = {
-                "output": {
-                    "format": msgspec.to_builtins(session.audio.output.format),
-                    "voice": session.audio.output.voice,
-                }
-            }
+            output = msgspec.to_builtins(session.audio.output)  # without a voice if the model has none
+            made.audio = {"output": {name: output[name] for name in ("format", "voice") if name in output}}
         if details is not UNSET:
             made.usage = self._usage()
         if self._done is not None:

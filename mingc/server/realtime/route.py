@@ -196,6 +196,7 @@ class RealtimeSession:
                 self._served = await self._find_served()
                 self._update(event)
             case events.InputAudioBufferCommit():
+                self._conversation.check_room()
                 clip = self._input.commit()
                 self._commit(self._user_item(clip), clip, "commit")
             case events.InputAudioBufferClear():
@@ -510,9 +511,7 @@ class RealtimeSession:
         if pending:
             await asyncio.wait(pending)
         turns = turns_of(items)
-        instructions = (
-            settings.session.instructions if settings.instructions is None else settings.instructions
-        )
+        instructions = settings.session.instructions
         messages = prompt_messages(turns, instructions, settings.instructions)
         request = settings.request(new_id("realtime"), messages)
         sizes = list(await self._server.service.count_tokens(request))
@@ -540,8 +539,8 @@ class RealtimeSession:
             return []
         left_out: list[Turn] = []
         last = max((index for index, turn in enumerate(turns) if turn.message.role == "user"), default=0)
-        offset = len(sizes) - len(turns) - (turns[-1].message.role == "assistant")
-        for turn, size in zip(turns[:last], sizes[offset:], strict=False):
+        first = 1 + bool(settings.session.instructions)  # after the template and the instructions
+        for turn, size in zip(turns[:last], sizes[first:], strict=False):
             if turn.message.role == "user" and total <= base + ratio * (limit - base):
                 break
             if turn.message.role != "system":
