@@ -19,6 +19,7 @@ import base64
 import io
 import json
 import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -293,7 +294,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         caches, log = Path(scratch) / "caches", Path(scratch) / "server.log"
         with server(given.artifact, caches, log, shlex.split(given.serve), *programs) as (url, _, _):
-            measure(url, clients, given, samples)
+            try:
+                measure(url, clients, given, samples)
+            finally:
+                print(log.read_text()[-2000:], file=sys.stderr)
         clients.close()
     figures = samples.figures()
     for figure in figures:
