@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mingc.errors import RequestError
 from mingc.media import voice_activity
 from mingc.prompts.media_decoder import TurnRules
+from mingc.server.realtime import input_audio
 from mingc.server.realtime.input_audio import (
     RATES,
     BufferFull,
@@ -238,10 +239,12 @@ def test_half_a_sample_waits_for_the_next_append_but_not_beyond_a_commit() -> No
         audio = InputAudio(PCM, None, max_ms=5000)
         await append(audio, *pieces(speech()[:9601], range(0, 9601, 333)))
         assert audio.commit().pcm == speech()[:9600]
+        await append(audio, part(1000, 1200))
+        assert audio.commit().pcm == part(1000, 1200)
         await append(audio, speech()[:9601])
         audio.clear()
-        await append(audio, speech()[:9600])
-        assert audio.commit().pcm == speech()[:9600]
+        await append(audio, part(1000, 1200))
+        assert audio.commit().pcm == part(1000, 1200)
 
     asyncio.run(run())
 
@@ -324,7 +327,10 @@ def test_detection_may_be_switched_off_and_on_at_any_time() -> None:
         await append(audio, part(5300, 6000))
         audio.configure(PCM, RULES)
         audio.clear()  # also what was not searched yet
-        assert await append(audio, ms(1000)) == []
+        stops = of_type(SpeechStopped, await append(audio, speech()))
+        for stop, (_, end) in zip(stops, SENTENCES_MS, strict=True):
+            assert abs(stop.end_ms - (6000 + end + 500)) <= 96
+            assert stop.audio.pcm == part(stop.audio.start_ms - 6000, stop.end_ms - 6000)
 
     asyncio.run(run())
 
@@ -372,10 +378,13 @@ def test_an_idle_client_has_a_clip_of_silence() -> None:
         assert idle is not None and (idle.start_ms, idle.end_ms, idle.audio.pcm) == (0, 0, ms(100))
         await append(audio, speech(), ms(5000))
         now = audio.now_ms
-        for since, length in ((now - 3000, 1000), (now + 250, 100)):
+        for since, length in ((now - 3000, 1000), (now + 250, 100), (now, 100)):
             idle = audio.idle(since)
             assert idle is not None and idle.audio.pcm == ms(length)
             assert (idle.start_ms, idle.end_ms) == (min(since, now), now)
+        await append(audio, ms(1000))
+        idle = audio.idle(now + 600)
+        assert idle is not None and idle.audio.duration_ms == 400
         await append(audio, part(0, 1500))
         assert audio.is_speaking and audio.idle(now) is None and audio.is_speaking
 
@@ -400,6 +409,45 @@ def test_a_long_append_lets_others_run(length_ms: int, is_on_thread: bool) -> No
         await task
 
     asyncio.run(run())
+
+
+class _Loudness:
+    """Stands for the network: the first sample of a frame is its probability."""
+
+    def __init__(self, sample_rate: int) -> None:
+        self._frame = sample_rate * 32 // 1000
+
+    def push(self, samples: np.ndarray[Any, Any]) -> list[float]:
+        return samples[:: self._frame].tolist()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_turns_are_in_order_whatever_is_heard(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any probabilities, paddings and silences, with a longest clip of 1.6 s; none is cut in a pause."""
+    monkeypatch.setattr(input_audio, "VoiceActivity", _Loudness)
+    generator = random.Random(seed)
+    values = [value for _ in range(60) for value in [generator.random()] * generator.choice([1, 3, 12])]
+    rules = replace(
+        RULES,
+        prefix_padding_ms=generator.choice([0, 300, 5000]),
+        silence_ms=generator.choice([100, 500, 3000]),
+    )
+    frames = [np.full(768, 32767 * value, "<i2").tobytes() for value in values]
+    told = events(*frames, ms(5000), rules=rules, max_ms=1600)
+    follows = {
+        "Started": {"Paused", "Stopped", "Cut"},
+        "Paused": {"Resumed", "Stopped"},
+        "Resumed": {"Paused", "Stopped", "Cut"},
+        "Stopped": {"Started"},
+        "Cut": {"Started"},
+    }
+    names = ["Cut" if isinstance(each, SpeechStopped) and each.is_cut else kinds([each])[0] for each in told]
+    assert names[0] == "Started" and names[-1] == "Stopped"
+    assert all(after in follows[before] for before, after in pairwise(names))
+    assert all(each.audio.duration_ms <= 1600 for each in of_type(SpeechStopped, told))
+    for before, after in pairwise(told):
+        if isinstance(before, SpeechPaused) and isinstance(after, SpeechStopped):
+            assert before.audio.wav() == after.audio.wav()
 
 
 @pytest.mark.parametrize("seed", range(6))
