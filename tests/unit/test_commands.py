@@ -509,7 +509,7 @@ def test_a_server_announces_its_address_and_says_how_it_ended(
     monkeypatch.setattr(logs, "configure_logging", lambda *given: levels.append(given))
     monkeypatch.setattr(builder, "open_service", lambda *_, **__: service)
     monkeypatch.setattr(served_verification, "check_service", lambda *_: pytest.fail("not asked for"))
-    monkeypatch.setattr(app, "create_app", lambda given, http, keys: given)
+    monkeypatch.setattr(app, "create_app", lambda given, *_: given)
     monkeypatch.setattr(lifecycle, "serve", serve)
     words = ["--log-level", "warning", "--log-format", "json", *["--json"] * as_json]
     assert run("serve", "x", "--port", "0", *words) == code
