@@ -308,7 +308,7 @@ def test_what_is_not_set_is_not_shown_and_what_is_set_is() -> None:
         ("audio.output.voice", {"id": "Nobody"}, "voice_not_found", "", "voice_12ab, alloy"),
         ("audio.output.speed", 1.5, "unsupported_value", "", "1"),
         ("audio.input.transcription.language", "xx", "unsupported_language", "", "'zh'"),
-        ("audio.input.turn_detection.threshold", 2, "invalid_value", "", "between 0.0 and 1.0"),
+        ("audio.input.turn_detection.threshold", 2, "invalid_value", "", "between 0 and 1"),
         ("audio.input.turn_detection.eagerness", "low", "unknown_parameter", "", ""),
         ("audio.input.turn_detection.idle_timeout_ms", 10, "invalid_value", "", "5000"),
         ("audio.input.turn_detection.type", "none", "invalid_value", "", "'semantic_vad'"),
