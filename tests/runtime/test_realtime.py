@@ -694,7 +694,7 @@ def test_the_oldest_turns_are_left_out(truncation: Any, instructions: str) -> No
             for number in range(12):
                 client.say(f"{number}:" + 40 * "x")
                 answer(client)
-        lengths = [sum(7 + len(m.text) for m in chat.messages) for chat in service.chats]
+        lengths = [7 + sum(1 + len(m.text) for m in chat.messages) for chat in service.chats]
         assert all(chat.messages[0].text == instructions for chat in service.chats if instructions)
         turns = [chat.messages[bool(instructions) :] for chat in service.chats]
         firsts = [messages[0].text[:2] for messages in turns]
@@ -702,6 +702,12 @@ def test_the_oldest_turns_are_left_out(truncation: Any, instructions: str) -> No
             assert set(firsts) == {"0:"} and max(lengths) > 400
         else:
             assert max(lengths) <= 400 and len(set(firsts)) > 1
+            after_cuts = [
+                size
+                for size, first, before in zip(lengths[1:], firsts[1:], firsts, strict=False)
+                if first != before
+            ]
+            assert max(after_cuts) <= 7 + 0.8 * (300 - 7)  # a quarter of the context is for the answer
             assert all(messages[0].role == "user" for messages in turns)
             assert all(chat.messages[-1].text.startswith(f"{n}:") for n, chat in enumerate(service.chats))
 
@@ -772,14 +778,15 @@ def test_a_client_that_does_not_read_is_heard() -> None:
 
 
 def test_an_idle_session_makes_room_and_one_that_answers_stays() -> None:
-    with fake_server(max_connections=2) as (url, _), RealtimeClient(url) as busy, RealtimeClient(url) as idle:
+    with fake_server(max_connections=2) as (url, _), RealtimeClient(url) as busy:
         busy.say("endless")
         busy.send("response.create")
         busy.until("response.output_audio.delta")
-        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        with pytest.raises(ConnectionClosed):
-            while True:
-                idle.next()
+        with RealtimeClient(url) as idle:
+            assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    idle.next()
         busy.send("response.cancel")
         assert busy.until("response.done")["response"]["status"] == "cancelled"
 
@@ -787,21 +794,22 @@ def test_an_idle_session_makes_room_and_one_that_answers_stays() -> None:
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_client_that_reads_slowly_receives_all_unless_it_cancels(is_cancelled: bool) -> None:
     """More than sockets hold: what waits is sent when the answer is complete, and taken back when it is cancelled."""
-    script = [HI, *(sound(index, 2, is_end=True) for index in range(900)), done()]
+    script = [HI, *(sound(index, 2, is_end=True) for index in range(2000)), done()]
     with scripted(script) as (url, service), RealtimeClient(url) as client:
         client.send("response.create")
         before = 0
-        while before != service.num_sent or not before:
+        while not before or before != service.num_sent:  # until the queue is full
             before = service.num_sent
             time.sleep(0.3)
+        script[before + 9 :] = [done()]  # the answer ends while it is nearly so
         if is_cancelled:
             client.send("response.cancel")
         status = client.until("response.done")["response"]["status"]
-        num_sounds = _sound_ms(client) // 320
+        received_ms, made_ms = _sound_ms(client), 320 * (service.num_sent - 1)
         if is_cancelled:
-            assert status == "cancelled" and num_sounds < before - 1
+            assert status == "cancelled" and received_ms < made_ms
         else:
-            assert (status, num_sounds) == ("completed", 900)
+            assert (status, received_ms) == ("completed", made_ms)
 
 
 def test_a_session_that_is_too_old() -> None:
