@@ -153,10 +153,8 @@ class StandIn {
         const where = { response_id, item_id, output_index: 0, content_index: 0 };
         const samples = Int16Array.from({ length: RATE * seconds }, (_, i) => 3000 * Math.sin((2 * Math.PI * 440 * i) / RATE));
         const delta = Buffer.from(samples.buffer).toString("base64");
-        this.send(
-            { type: "response.output_audio_transcript.delta", ...where, delta: transcript },
-            { type: "response.output_audio.delta", ...where, delta },
-        );
+        this.send({ type: "response.output_audio_transcript.delta", ...where, delta: transcript });
+        if (seconds) this.send({ type: "response.output_audio.delta", ...where, delta });
     }
 
     done(id, item, status) {
@@ -222,6 +220,15 @@ async function scripted(width, colorScheme) {
     await phase(tab, "Listening");
     server.done("resp_2", "item_2", "cancelled");
     assert.equal(await tab.getByText("More.").count(), 0);
+
+    // The user speaks before any sound has come.
+    server.userTurn("user_3", "And cats?");
+    server.answer("resp_3", "item_3", "Cats sleep.", 0);
+    await tab.getByText("Cats sleep.").waitFor();
+    server.send({ type: "input_audio_buffer.speech_started", item_id: "user_4", audio_start_ms: 9000 });
+    const unheard = await server.next("conversation.item.truncate");
+    assert.deepEqual([unheard.item_id, unheard.audio_end_ms], ["item_3", 0]);
+    server.done("resp_3", "item_3", "cancelled");
 
     // A typed turn and a call of a tool.
     await tab.setInputFiles("#files", [picture]);

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -22,7 +23,17 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from mingc.prompts.conversation import MediaPart
 from mingc.runtime import request as runtime
-from mingc.runtime.request import AudioDelta, ChatRequest, Done, ServiceInfo, TextDelta, TextRequest, Usage
+from mingc.runtime.request import (
+    AudioDelta,
+    ChatRequest,
+    Done,
+    ServiceInfo,
+    TextDelta,
+    TextRequest,
+    TranscriptEvent,
+    TranscriptionRequest,
+    Usage,
+)
 from mingc.server.options import ServeOptions
 
 SENTENCE = speech(0.0, 2.2, silence_s=0.8)
@@ -251,6 +262,30 @@ def test_a_transcript_that_fails_fails_alone() -> None:
         assert answer(client)["status"] == "completed"
 
 
+def test_transcripts_come_in_the_order_of_the_turns() -> None:
+    class SlowAtFirst(FakeService):
+        def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+            found, is_first = super().transcribe(request), len(self.transcriptions) == 1
+
+            async def late() -> AsyncGenerator[TranscriptEvent]:
+                await asyncio.sleep(0.5 if is_first else 0.0)
+                async for event in found:
+                    yield event
+
+            return late()
+
+    with run_server(SlowAtFirst) as url, RealtimeClient(url) as client:
+        client.update(audio={"input": {"turn_detection": None, "transcription": {"model": "any"}}})
+        committed, told = [], []
+        for _ in range(2):
+            client.append(SENTENCE)
+            client.send("input_audio_buffer.commit")
+            committed.append(client.until("input_audio_buffer.committed")["item_id"])
+        for _ in range(2):
+            told.append(client.until("conversation.item.input_audio_transcription.completed")["item_id"])
+        assert told == committed
+
+
 def test_a_response_begins_in_the_silence_before_a_turn_ends() -> None:
     """It is not shown before; when the user speaks on, it never was."""
     with scripted(SPOKEN) as (url, service), RealtimeClient(url) as client:
@@ -268,6 +303,16 @@ def test_a_response_begins_in_the_silence_before_a_turn_ends() -> None:
         assert len(service.chats) == 2 and len(service.chats[1].messages) == 1
         answer(client)
         assert [each.role for each in service.chats[2].messages] == ["user", "assistant", "user"]
+
+
+def test_a_client_that_leaves_in_a_pause_leaves_nothing() -> None:
+    with scripted(SPOKEN) as (url, service):
+        service.allowed = 2
+        with RealtimeClient(url) as client:
+            client.append(speech(0.0, 2.12, silence_s=0.4))
+            eventually(lambda: service.num_sent == 2)
+        eventually(lambda: not service.running and metric(url, "mingc_num_realtime_sessions") == 0)
+        assert metric(url, "mingc_num_requests_running") == metric(url, "mingc_body_bytes") == 0
 
 
 @pytest.mark.parametrize("change", ["item", "settings"])
@@ -321,15 +366,36 @@ def test_commit_and_clear_by_the_client() -> None:
         assert client.of("conversation.item.added")[0]["item"]["id"] == committed["item_id"]
 
 
-def test_silence_for_too_long_is_a_turn() -> None:
+def test_a_turn_that_was_cleared_names_no_later_item() -> None:
     with fake_server() as (url, _), RealtimeClient(url) as client:
-        client.update(audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}})
-        client.say("Are you there?")
-        answer(client)
+        client.append(speech(0.0, 1.5))
+        started = client.until("input_audio_buffer.speech_started")
+        client.send("input_audio_buffer.clear")
+        client.until("input_audio_buffer.cleared")
+        client.append(bytes(RATE))
+        client.send("input_audio_buffer.commit")
+        assert client.until("input_audio_buffer.committed")["item_id"] != started["item_id"]
+
+
+def test_silence_for_too_long_is_a_turn() -> None:
+    """It begins when the answer was played. A client that left is not asked, nor one that wants no turns any more."""
+    with fake_server() as (url, service), RealtimeClient(url) as quiet, RealtimeClient(url) as client:
+        with RealtimeClient(url) as gone:
+            for each in (gone, quiet, client):
+                each.update(
+                    audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}}
+                )
+                each.say("Are you there?")
+                answer(each)
+        quiet.update(audio=NO_TURNS)
+        client.append(bytes(2 * 2 * RATE))
         triggered = client.until("input_audio_buffer.timeout_triggered")
+        assert 2 < triggered["audio_start_ms"] <= 960 and triggered["audio_end_ms"] == 2000
         assert client.until("input_audio_buffer.committed")["item_id"] == triggered["item_id"]
         client.until("response.done")
+        _sync(quiet)
         assert metric(url, 'mingc_realtime_turns_total{end="idle_timeout"}') == 1
+        assert len(service.chats) == 4 and not quiet.of("input_audio_buffer.committed")
 
 
 # Interruption
@@ -387,6 +453,8 @@ def stepped() -> Iterator[tuple[str, ScriptedService]]:
 def test_an_action_at_every_event(action: str, stepped: tuple[str, ScriptedService]) -> None:
     """Order rules hold, every response has one end, the session goes on, and nothing is held."""
     url, service = stepped
+    truncated = "mingc_realtime_truncated_seconds_total"
+    before_s, cut_ms = metric(url, truncated), 0
     for num_events in range(len(SPOKEN)):
         service.allowed, service.num_sent = num_events, 0
         with RealtimeClient(url) as client:
@@ -411,10 +479,13 @@ def test_an_action_at_every_event(action: str, stepped: tuple[str, ScriptedServi
                 end = client.until("response.done")["response"]
                 assert end["status"] == "cancelled" and len(end["output"]) == bool(items)
                 assert _sound_ms(client) == heard_ms
-                assert end["usage"]["output_token_details"]["audio_tokens"] <= heard_ms // 300
+                if heard_ms <= 640:  # of the first segment
+                    texts = [part["transcript"] for item in end["output"] for part in item["content"]]
+                    assert "Hello there,".startswith("".join(texts)) and (heard_ms or not any(texts))
             if action.startswith("truncate") and items:
                 at = client.until("conversation.item.truncated")["audio_end_ms"]
                 assert at == (0 if action.endswith(" 0") else min(heard_ms, 500))
+                cut_ms += heard_ms - at
             if action == "speak":
                 client.until("response.created")
                 client.send("response.cancel")
@@ -424,6 +495,7 @@ def test_an_action_at_every_event(action: str, stepped: tuple[str, ScriptedServi
             assert len(client.of("response.created")) == len(client.of("response.done"))
     eventually(lambda: not service.running and metric(url, "mingc_num_realtime_sessions") == 0)
     assert metric(url, "mingc_num_requests_running") == metric(url, "mingc_body_bytes") == 0
+    assert metric(url, truncated) - before_s == pytest.approx(cut_ms / 1000)
 
 
 def _sync(client: RealtimeClient) -> None:
@@ -527,6 +599,16 @@ def test_responses_out_of_band() -> None:
         assert len(client.of("conversation.item.added")) == 3  # question, answer and call of the conversation
 
 
+def test_what_is_deleted_needs_no_memory() -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.say("x" * 100_000, id="long")
+        client.until("conversation.item.done")
+        assert metric(url, "mingc_body_bytes") > 0  # beyond what every body has free
+        client.send("conversation.item.delete", item_id="long")
+        client.until("conversation.item.deleted")
+        eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
 def test_a_picture_and_one_that_is_none() -> None:
     with fake_server() as (url, service), RealtimeClient(url) as client:
         picture = {"type": "input_image", "image_url": image_data_url()}
@@ -602,28 +684,31 @@ def test_the_memory_of_a_session_is_limited() -> None:
         eventually(lambda: metric(url, "mingc_body_bytes") == 0)
 
 
-@pytest.mark.parametrize(
-    ("truncation", "kept"),
-    [
-        ("auto", ["three", "You said: one two three"]),
-        ("disabled", None),
-    ],
-)
-def test_the_oldest_turns_are_left_out(truncation: Any, kept: Any) -> None:
+@pytest.mark.parametrize("instructions", ["", "Be short. " * 9])
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_the_oldest_turns_are_left_out(truncation: Any, instructions: str) -> None:
     info = replace(INFO, max_model_len=400)
     with scripted([TextDelta(text="yes", token=None), done()], info) as (url, service):
         with RealtimeClient(url) as client:
-            client.update(output_modalities=["text"], truncation=truncation)
+            client.update(output_modalities=["text"], truncation=truncation, instructions=instructions)
             for number in range(12):
                 client.say(f"{number}:" + 40 * "x")
                 answer(client)
-        lengths = [sum(7 + len(m.text) for m in chat.messages) for chat in service.chats]
-        firsts = [chat.messages[0].text[:2] for chat in service.chats]
+        lengths = [7 + sum(1 + len(m.text) for m in chat.messages) for chat in service.chats]
+        assert all(chat.messages[0].text == instructions for chat in service.chats if instructions)
+        turns = [chat.messages[bool(instructions) :] for chat in service.chats]
+        firsts = [messages[0].text[:2] for messages in turns]
         if truncation == "disabled":
             assert set(firsts) == {"0:"} and max(lengths) > 400
         else:
             assert max(lengths) <= 400 and len(set(firsts)) > 1
-            assert all(chat.messages[0].role == "user" for chat in service.chats)
+            after_cuts = [
+                size
+                for size, first, before in zip(lengths[1:], firsts[1:], firsts, strict=False)
+                if first != before
+            ]
+            assert max(after_cuts) <= 7 + 0.8 * (300 - 7)  # a quarter of the context is for the answer
+            assert all(messages[0].role == "user" for messages in turns)
             assert all(chat.messages[-1].text.startswith(f"{n}:") for n, chat in enumerate(service.chats))
 
 
@@ -690,6 +775,41 @@ def test_a_client_that_does_not_read_is_heard() -> None:
         client.send("response.cancel")
         eventually(lambda: not service.running)
         assert client.until("response.done")["response"]["status"] == "cancelled"
+
+
+def test_an_idle_session_makes_room_and_one_that_answers_stays() -> None:
+    with fake_server(max_connections=2) as (url, _), RealtimeClient(url) as busy:
+        busy.say("endless")
+        busy.send("response.create")
+        busy.until("response.output_audio.delta")
+        with RealtimeClient(url) as idle:
+            assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    idle.next()
+        busy.send("response.cancel")
+        assert busy.until("response.done")["response"]["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_client_that_reads_slowly_receives_all_unless_it_cancels(is_cancelled: bool) -> None:
+    """More than sockets hold: what waits is sent when the answer is complete, and taken back when it is cancelled."""
+    script = [HI, *(sound(index, 2, is_end=True) for index in range(2000)), done()]
+    with scripted(script) as (url, service), RealtimeClient(url) as client:
+        client.send("response.create")
+        before = 0
+        while not before or before != service.num_sent:  # until the queue is full
+            before = service.num_sent
+            time.sleep(0.3)
+        script[before + 9 :] = [done()]  # the answer ends while it is nearly so
+        if is_cancelled:
+            client.send("response.cancel")
+        status = client.until("response.done")["response"]["status"]
+        received_ms, made_ms = _sound_ms(client), 320 * (service.num_sent - 1)
+        if is_cancelled:
+            assert status == "cancelled" and received_ms < made_ms
+        else:
+            assert (status, received_ms) == ("completed", made_ms)
 
 
 def test_a_session_that_is_too_old() -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -504,8 +505,10 @@ class _Client:
     def __init__(self) -> None:
         self.reads = asyncio.Event()
         self.messages: list[dict[str, Any]] = []
+        self.num_sending = 0
 
     async def send(self, message: Any) -> None:
+        self.num_sending += 1
         await self.reads.wait()
         self.messages.append(message)
 
@@ -546,6 +549,28 @@ def test_what_waits_to_be_sent_is_bounded_and_can_be_taken_back() -> None:
     )
     assert (close["type"], close["code"]) == ("websocket.close", 1000)
     assert asyncio.run(run(9)).messages[-1]["code"] == 1008
+
+
+def test_what_is_being_written_cannot_be_taken_back_and_is_counted() -> None:
+    async def run() -> list[str]:
+        client, told = _Client(), list[str]()
+        state = ServerState(service=FakeService(), options=ServeOptions())
+        socket = EventSocket({}, client.send, client.send, state)  # type: ignore[arg-type]
+
+        async def serve(socket: EventSocket) -> None:
+            for name in ("first", "second"):
+                socket.put(name.encode(), "group", partial(told.append, name))
+            while not client.num_sending:
+                await asyncio.sleep(0)
+            assert told == ["first"], "the client has a part of it"
+            assert socket.drop("group") and not socket.drop("group")
+            client.reads.set()
+
+        await socket.run(serve)
+        assert [each.get("bytes") for each in client.messages] == [b"first", None]
+        return told
+
+    assert asyncio.run(run()) == ["first"]
 
 
 # Shutdown

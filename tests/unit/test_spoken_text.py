@@ -211,6 +211,11 @@ def test_a_piece_says_its_part_of_the_text(text: str) -> None:
     assert not text[start:].strip() or not read(text[start:])
 
 
+@pytest.mark.parametrize("tail", [" 🎉", "\n```\ncode\n```", " \n\n "])
+def test_the_last_piece_ends_with_what_is_not_spoken_behind_it(tail: str) -> None:
+    assert pieces_of(["Hi there." + tail])[-1].end == len("Hi there." + tail)
+
+
 def test_parts_of_a_clause_that_is_too_long_end_between_its_words() -> None:
     """Such as a number whose words are more than a segment holds: their places are estimates."""
     text = "The number " + "7" * 30 + " and the code " + "8" * 30 + " are both long."

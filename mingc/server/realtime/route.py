@@ -234,11 +234,13 @@ class RealtimeSession:
 
     def _update(self, event: events.SessionUpdate) -> None:
         settings = update(self._settings, event.session, self._served)
-        rules = settings.turn_detection
-        self._input.configure(settings.input_encoding, None if rules is None else rules.rules)
+        detection = settings.turn_detection
+        self._input.configure(settings.input_encoding, None if detection is None else detection.rules)
         if not self._input.is_speaking:
             self._turn_id = None
         self._settings = settings
+        if detection is None or detection.idle_timeout_ms is None:
+            self._set_idle(None)
         self._socket.put(events.SessionUpdated(session=self._object()))
 
     def _truncate(self, event: events.ItemTruncate) -> None:
