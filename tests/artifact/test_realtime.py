@@ -243,6 +243,50 @@ def test_the_next_prompt_has_what_was_heard(served: Watched) -> None:
             )
 
 
+@pytest.mark.parametrize("has_limit", [True, False])
+def test_the_oldest_turns_are_left_out(served: Watched, has_limit: bool) -> None:
+    """By the tokens of real prompts, spoken answers included, and down to the share that is kept."""
+    context = served.service.info.max_model_len
+    assert context is not None
+    instructions = "Be brief. " * 5
+    limit, ratio = (200, 0.5) if has_limit else (context - 4, 0.8)
+    words = "word " * (10 if has_limit else context // 12)
+    with OfficialClient(served.url) as client:
+        client.update(
+            instructions=instructions, max_output_tokens=4, audio={"input": {"turn_detection": None}}
+        )
+        first = len(served.chats)
+        client.update(output_modalities=["audio" if has_limit else "text"])
+        base = ask(client, conversation="none", input=[])["usage"]["input_tokens"]
+        if has_limit:
+            limits = {"post_instructions": limit}
+            client.update(
+                truncation={"type": "retention_ratio", "retention_ratio": ratio, "token_limits": limits}
+            )
+            limit += base
+        sizes, starts = [], []
+        for number in range(12):
+            client.say(f"{number}. {words}")
+            usage = ask(client)["usage"]
+            first += 1
+            assert usage["input_tokens"] == len(served.prompt(first))
+            sizes.append(usage["input_tokens"])
+            starts.append(int(served.chats[first][0].messages[1].text.split(".")[0]))
+        assert max(sizes) <= limit and len(set(starts)) > 2
+        turn = sizes[1] - sizes[0]
+        for number in range(1, 12):
+            if starts[number] == starts[number - 1]:
+                assert sizes[number] == pytest.approx(sizes[number - 1] + turn, abs=4)
+            else:
+                assert sizes[number - 1] + turn + 4 > limit
+                assert sizes[number] <= base + ratio * (limit - base)
+        client.update(truncation="disabled")
+        client.say("word " * context)
+        client.send("response.create")
+        error = client.until("response.done")["response"]["status_details"]["error"]
+        assert error["code"] == "context_length_exceeded"
+
+
 def test_sessions_at_once_are_each_as_alone(served: Watched) -> None:
     def talk(number: int) -> tuple[str, bytes]:
         with RealtimeClient(served.url) as client:

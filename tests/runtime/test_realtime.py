@@ -821,3 +821,67 @@ def test_a_session_that_is_too_old() -> None:
             client.next()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1000
         eventually(lambda: not service.running)
+
+
+# Attacks
+
+
+def test_a_turn_as_long_as_a_clip_is_answered_with_its_rest() -> None:
+    """A cut is no end: nothing answers the first part, which its own continuation would interrupt."""
+    info = replace(INFO, media_limits={"clip_seconds": 1.2})
+    with scripted(SPOKEN, info) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL])
+        client.append(SENTENCE)
+        assert client.until("response.done")["response"]["status"] == "completed"
+        committed = client.of("input_audio_buffer.committed")
+        assert len(committed) > 1 and len(client.of("response.created")) == 1
+        (chat,) = service.chats
+        assert [each.role for each in chat.messages] == ["user"] * len(committed)
+
+
+def test_the_item_of_a_turn_has_its_id_alone() -> None:
+    with fake_server() as (url, _), RealtimeClient(url) as client:
+        client.append(speech(0.0, 1.0))
+        turn = client.until("input_audio_buffer.speech_started")["item_id"]
+        client.say("mine", id=turn)
+        assert client.until("error")["error"]["code"] == "item_create_duplicate_item_id"
+        client.append(bytes(2 * RATE))
+        assert client.until("input_audio_buffer.committed")["item_id"] == turn
+        assert client.until("response.done")["response"]["status"] == "completed"
+
+
+@pytest.mark.parametrize("limit", ["max_concurrent_requests", "key_max_requests"])
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_one_place_serves_a_response_and_a_transcript(limit: str, is_committed: bool, tmp_path: Any) -> None:
+    """The transcript waits for it; the response waits for the transcript of its own session alone."""
+    (tmp_path / "keys").write_text("good\n")
+    options: dict[str, Any] = {"api_key_file": tmp_path / "keys", limit: 1}
+    headers = {"additional_headers": {"authorization": "Bearer good"}}
+    with fake_server(**options) as (url, _), RealtimeClient(url, **headers) as client:
+        client.update(audio={"input": {"transcription": {"model": "any"}}})
+        if is_committed:
+            client.update(audio=NO_TURNS)
+        for number in range(3):
+            client.append(SENTENCE)
+            if is_committed:
+                client.send("input_audio_buffer.commit")
+                client.send("response.create")
+            while len(client.of("response.done")) <= number:
+                client.next()
+        while len(client.of("conversation.item.input_audio_transcription.completed")) < 3:
+            client.next()
+        assert not client.of("conversation.item.input_audio_transcription.failed")
+        assert [each["response"]["status"] for each in client.of("response.done")] == ["completed"] * 3
+
+
+def test_an_answer_out_of_band_leaves_the_conversation_as_it_is() -> None:
+    info = replace(INFO, max_model_len=400)
+    with scripted([TextDelta(text="yes", token=None), done()], info) as (url, service):
+        with RealtimeClient(url) as client:
+            client.update(output_modalities=["text"])
+            for number in range(4):
+                client.say(f"{number}:" + 40 * "x")
+            answer(client, conversation="none", instructions="y" * 300)
+            answer(client)
+        aside, own = ([m.text[:2] for m in chat.messages] for chat in service.chats)
+        assert "0:" not in aside and own == ["0:", "1:", "2:", "3:"]

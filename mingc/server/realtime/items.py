@@ -440,9 +440,14 @@ class Conversation:
         index = self._items.index(item)
         return self._items[index - 1].id if index else None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the client, or its sound, may add an item."""
+        return len(self._items) < self._max_items
+
     def check_room(self) -> None:
         """Refuse what would add an item, if there are too many. Raises: RequestError."""
-        if len(self._items) >= self._max_items:
+        if not self.has_room:
             raise RequestError(
                 f"The conversation has {self._max_items} items, the most that it can hold: delete some.",
                 code="too_many_items",
@@ -453,12 +458,14 @@ class Conversation:
         assert item.id not in self._by_id
         self._add(len(self._items), item)
 
-    def insert(self, item: Item, previous_item_id: str | None = None) -> None:
+    def insert(self, item: Item, previous_item_id: str | None = None, *, taken: str | None = None) -> None:
         """Add an item of the client: after another one, first (`root`), or at the end (None).
+
+        `taken`: id of an item that is to come.
 
         Raises: RequestError when its id exists, the other one does not, or there is no room.
         """
-        if item.id in self._by_id:
+        if item.id in self._by_id or item.id == taken:
             raise RequestError(
                 f"There is already an item {shorten(item.id)}.",
                 param="item.id",

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,8 +19,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from mingc.errors import MingcError, RequestError, WorkerError
+from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.prompts.conversation import MediaKind, MediaPart
+from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
@@ -36,17 +37,20 @@ from mingc.server.audio_format import AudioSpec
 from mingc.server.http.clips import LiveClip
 from mingc.server.http.routes import HttpState
 from mingc.server.http.streaming import until_done
+from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import Playback
 from mingc.server.realtime import events
 from mingc.server.realtime.heard import Answer
 from mingc.server.realtime.items import AssistantMessage, Conversation, FunctionCall, Item, Status
 from mingc.server.realtime.session import ResponseSettings, new_id
+from mingc.server.state import ServerState
 from mingc.server.websocket.connection import EventSocket
 
 log = logging.getLogger("mingc.http")
 
 PATH = "/v1/realtime"
 Reason = Literal["turn_detected", "client_cancelled"]
+_RETRY_S = 0.1  # for a place
 _RATES = {"audio/pcm": 24000, "audio/pcmu": 8000, "audio/pcma": 8000}
 
 
@@ -67,6 +71,54 @@ class Question:
             found += count if num_tokens is None else min(count, max(0, num_tokens - place))
             place += size
         return found
+
+
+class Places:
+    """Places of one session for what the model does, within the limits of the server and of the API key.
+
+    A transcript waits for one; a response is refused without one, unless a transcript of the same session has it.
+    """
+
+    def __init__(self, server: ServerState, socket: EventSocket) -> None:
+        self._server = server
+        self._socket = socket
+        self._transcribing = asyncio.Lock()
+
+    async def respond(self, place: ExitStack) -> KeyUse:
+        """Hold a place until `place` is closed. Raises: CapacityError."""
+        try:
+            return place.enter_context(self._take())
+        except CapacityError:
+            if not self._transcribing.locked():
+                raise
+        async with self._transcribing:
+            return place.enter_context(self._take())
+
+    @asynccontextmanager
+    async def transcribe(self, prompt: str) -> AsyncIterator[None]:
+        """Hold a place in the block. One transcript at a time. Raises: CapacityError when the server stops."""
+        while True:
+            async with self._transcribing:
+                with ExitStack() as place:
+                    try:
+                        key = place.enter_context(self._take())
+                        key.add_text(prompt * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
+                    except CapacityError as error:
+                        if error.code == "stopping":
+                            raise
+                    else:
+                        yield
+                        return
+            await asyncio.sleep(_RETRY_S)
+
+    @contextmanager
+    def _take(self) -> Iterator[KeyUse]:
+        with (
+            self._server.key_limits.admit(self._socket.key) as key,
+            self._server.admit(),
+            self._socket.running(),
+        ):
+            yield key
 
 
 class Response:
@@ -90,6 +142,7 @@ class Response:
         self,
         state: HttpState,
         socket: EventSocket,
+        places: Places,
         settings: ResponseSettings,
         conversation: Conversation | None,
         ask: Callable[[], Awaitable[Question]],
@@ -103,6 +156,7 @@ class Response:
         self.played_until = 0.0
         self._state = state
         self._socket = socket
+        self._places = places
         self._conversation = conversation
         self._ask = ask
         self._ended = ended
@@ -168,9 +222,7 @@ class Response:
         timer = server.metrics.timer()
         with ExitStack() as place:
             place.enter_context(server.metrics.request_duration.labels(PATH).time())
-            key = place.enter_context(server.key_limits.admit(self._socket.key))
-            place.enter_context(server.admit())
-            place.enter_context(self._socket.running())
+            key = await self._places.respond(place)
             self._question = await self._ask()
             request = self._question.request
             key.add_text(

@@ -21,7 +21,6 @@ from starlette.datastructures import QueryParams
 
 from mingc.errors import CapacityError, MingcError, RequestError, WorkerError
 from mingc.prompts.conversation import MediaPart
-from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import ServiceInfo, TranscriptDelta, TranscriptDone, TranscriptionRequest
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.routes import HttpState
@@ -46,7 +45,7 @@ from mingc.server.realtime.items import (
     prompt_messages,
     turns_of,
 )
-from mingc.server.realtime.response import PATH, Question, Reason, Response
+from mingc.server.realtime.response import PATH, Places, Question, Reason, Response
 from mingc.server.realtime.session import (
     ResponseSettings,
     RetentionRatio,
@@ -69,6 +68,7 @@ _AUTO_RATIO = (
     0.8  # of the context is kept when the oldest turns are left out: then the prefix stays as it is for long
 )
 _ANSWER_SHARE = 4  # one part in so many of the context is kept free for the answer, if it may be so long
+_IDLE_RETRY_S = 0.1
 _LONGEST_CLIP_MS = 300_000  # of an artifact that does not say
 
 
@@ -115,6 +115,8 @@ class RealtimeSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._decoding: dict[AudioContent | ImageContent, asyncio.Task[None]] = {}
         self._transcribing: asyncio.Task[None] | None = None  # the last one
+        self._num_transcript_bytes = 0  # of sound that waits for its transcript
+        self._places = Places(self._server, socket)
         self._idle: asyncio.TimerHandle | None = None
         self._texts: dict[str, int] = {}  # bytes of the client's items, besides their media
         self._num_bytes = 0  # of the conversation
@@ -186,7 +188,10 @@ class RealtimeSession:
             event = await asyncio.to_thread(events.parse_event, raw, self._served, encoding)
         if isinstance(event, events.InputAudioBufferAppend):
             for each in await self._input.append(bytes(event.audio)):
-                self._hear(each)
+                try:
+                    self._hear(each)
+                except RequestError as error:
+                    self._socket.put(events.error_event(error, event.event_id))
             self._charge.set(self._num_bytes + self._input.num_bytes)
             return
         if not isinstance(event, events.ItemRetrieve):
@@ -204,7 +209,7 @@ class RealtimeSession:
                 self._turn_id = None
                 self._socket.put(events.BufferCleared())
             case events.ItemCreate():
-                self._conversation.insert(event.item, event.previous_item_id)
+                self._conversation.insert(event.item, event.previous_item_id, taken=self._turn_id)
                 self._texts[event.item.id] = len(msgspec.json.encode(event.item.wire()))
                 self._show_item(event.item)
                 self._decode(event.item, event.event_id)
@@ -229,6 +234,9 @@ class RealtimeSession:
         running = (self._response, *self._others)
         self._num_bytes = self._conversation.num_media_bytes + sum(self._texts.values())
         self._num_bytes += sum(each.num_bytes for each in running if each is not None)
+        # what is being read may have left the conversation
+        self._num_bytes += sum(part.media.size for part in self._decoding if part.media is not None)
+        self._num_bytes += self._num_transcript_bytes
         with suppress(CapacityError):
             self._charge.set(self._num_bytes + self._input.num_bytes)
 
@@ -308,8 +316,9 @@ class RealtimeSession:
         return UserMessage(id=item_id, content=[AudioContent(media=media)])
 
     def _commit(self, item: UserMessage, clip: Clip, end: str) -> None:
-        """Add a turn of the user to the conversation."""
+        """Add a turn of the user to the conversation. Raises: RequestError if there is no room."""
         self._turn_id = None
+        self._conversation.check_room()
         self._conversation.append(item)
         before = self._conversation.previous_id(item)
         self._socket.put(events.BufferCommitted(item_id=item.id, previous_item_id=before))
@@ -355,23 +364,23 @@ class RealtimeSession:
     ) -> None:
         """Send the transcript of a turn, after that of the turn before."""
         server = self._server
-        if before is not None:
-            await asyncio.wait((before,))
+        num_bytes = len(request.audio)
+        self._num_transcript_bytes += num_bytes
         texts: list[str] = []
         done: TranscriptDone | None = None
         try:
-            with ExitStack() as place:
-                key = place.enter_context(server.key_limits.admit(self._socket.key))
-                place.enter_context(server.admit())
-                place.enter_context(self._socket.running())
-                key.add_text(request.topic * SEGMENTS_AHEAD, MAX_TRANSCRIPT_TOKENS * SEGMENTS_AHEAD)
-                async with aclosing(server.service.transcribe(request)) as transcript:
-                    async for event in server.metrics.count_transcript(transcript):
-                        if isinstance(event, TranscriptDelta):
-                            texts.append(event.text)
-                            self._socket.put(events.TranscriptionDelta(item_id=item.id, delta=event.text))
-                        elif isinstance(event, TranscriptDone):
-                            done = event
+            if before is not None:
+                await asyncio.wait((before,))
+            async with (
+                self._places.transcribe(request.topic),
+                aclosing(server.service.transcribe(request)) as transcript,
+            ):
+                async for event in server.metrics.count_transcript(transcript):
+                    if isinstance(event, TranscriptDelta):
+                        texts.append(event.text)
+                        self._socket.put(events.TranscriptionDelta(item_id=item.id, delta=event.text))
+                    elif isinstance(event, TranscriptDone):
+                        done = event
             if done is None:
                 raise WorkerError("The model stopped before the transcript was complete.", code="unfinished")
             text = "".join(texts)
@@ -385,6 +394,8 @@ class RealtimeSession:
                 log.exception("%s: unexpected error", PATH)
             failure = events.FailureDetails.of(error)
             self._socket.put(events.TranscriptionFailed(item_id=item.id, error=failure))
+        finally:
+            self._num_transcript_bytes -= num_bytes
 
     # Turns of the user
 
@@ -409,16 +420,18 @@ class RealtimeSession:
                     self._start_early(clip)
             case SpeechResumed():
                 self._drop_early()
-            case SpeechStopped(end_ms=end_ms, audio=clip):
-                self._end_turn(end_ms, clip)
+            case SpeechStopped():
+                self._end_turn(event)
             case BufferFull(audio=clip):
                 self._commit(self._user_item(clip), clip, "commit")
 
-    def _end_turn(self, end_ms: int, clip: Clip) -> None:
-        detection = self._settings.turn_detection
+    def _end_turn(self, event: SpeechStopped) -> None:
+        detection, clip = self._settings.turn_detection, event.audio
         assert detection is not None and self._turn_id is not None
         now = time.monotonic()
-        self._socket.put(events.SpeechStoppedEvent(item_id=self._turn_id, audio_end_ms=end_ms))
+        self._socket.put(events.SpeechStoppedEvent(item_id=self._turn_id, audio_end_ms=event.end_ms))
+        if not self._conversation.has_room:
+            self._drop_early()
         early, self._early = self._early, None
         if early is not None and (early.response.is_ended or early.clip != clip.wav()):
             self._drop(early)
@@ -428,7 +441,7 @@ class RealtimeSession:
         if early is not None:
             self._server.metrics.realtime_early_starts.labels("used").inc()
             self._start(early.response, now)
-        elif detection.create_response:
+        elif detection.create_response and not event.is_cut:  # else the end of the next turn answers both
             if self._response is None:
                 self._answer_turn(now)
             else:
@@ -495,6 +508,7 @@ class RealtimeSession:
         return Response(
             self._state,
             self._socket,
+            self._places,
             settings,
             conversation,
             lambda: self._question(settings, items, is_whole=given is None),
@@ -518,8 +532,11 @@ class RealtimeSession:
         request = settings.request(new_id("realtime"), messages)
         sizes = list(await self._server.service.count_tokens(request))
         if is_whole and (left_out := self._excess(settings, turns, sizes)):
-            self._conversation.leave_out(item for turn in left_out for item in turn.items)
-            messages = prompt_messages(turns_of(items), instructions, settings.instructions)
+            if not settings.is_out_of_band:
+                self._conversation.leave_out(item for turn in left_out for item in turn.items)
+            gone = {id(turn) for turn in left_out}
+            kept = [turn for turn in turns if id(turn) not in gone]
+            messages = prompt_messages(kept, instructions, settings.instructions)
             request = settings.request(request.request_id, messages)
             sizes = list(await self._server.service.count_tokens(request))
         return Question(request=request, sizes=sizes)
@@ -566,14 +583,19 @@ class RealtimeSession:
         self._idle = self._loop.call_later(unplayed_s + limit_ms / 1000, self._time_out, since_ms)
 
     def _time_out(self, since_ms: int) -> None:
-        if (idle := self._input.idle(since_ms)) is None:
+        if (idle := self._input.idle(since_ms)) is None:  # somebody may begin to speak
+            self._idle = self._loop.call_later(_IDLE_RETRY_S, self._time_out, since_ms)
             return
         item = self._user_item(idle.audio)
         triggered = events.TimeoutTriggered(
             item_id=item.id, audio_start_ms=idle.start_ms, audio_end_ms=idle.end_ms
         )
         self._socket.put(triggered)
-        self._commit(item, idle.audio, "idle_timeout")
+        try:
+            self._commit(item, idle.audio, "idle_timeout")
+        except RequestError as error:
+            self._socket.put(events.error_event(error))
+            return
         self._answer_turn(time.monotonic())
 
 
