@@ -488,7 +488,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"a": 1}}, "logit_bias", "the id of a token"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "the id of a token"),
     ({"logit_bias": {"123456789012": 1}}, "logit_bias", "the id of a token"),
-    ({"logit_bias": {"1": 100.5}}, "logit_bias.*", "between -100.0 and 100.0"),
+    ({"logit_bias": {"1": 100.5}}, "logit_bias.*", "between -100 and 100"),
     ({"logit_bias": {"1": "x"}}, "logit_bias.*", "a number"),
     ({"logit_bias": [1]}, "logit_bias", "an object"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "an object of at most 300 items"),

@@ -221,9 +221,15 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _bounds(types: Sequence[inspect.Type]) -> str:
     for each in types:
         if isinstance(each, inspect.IntType | inspect.FloatType) and each.le is not None:
-            low = f"above {each.gt} and at most" if each.gt is not None else f"between {each.ge} and"
-            return f"{low} {each.le}"
+            least = _number(each.ge if each.gt is None else each.gt)
+            low = f"between {least} and" if each.gt is None else f"above {least} and at most"
+            return f"{low} {_number(each.le)}"
     return "a number that float64 can hold"
+
+
+def _number(value: float | None) -> str:
+    """A bound as it is written by hand: `Annotated` takes 1 for 1.0, whichever of them was there first."""
+    return str(value).removesuffix(".0")
 
 
 @functools.cache
