@@ -368,7 +368,7 @@ def test_commit_and_clear_by_the_client() -> None:
 
 def test_a_turn_that_was_cleared_names_no_later_item() -> None:
     with fake_server() as (url, _), RealtimeClient(url) as client:
-        client.append(speech(0.0, 1.5))
+        client.append(speech(0.0, 2.12, silence_s=0.3))
         started = client.until("input_audio_buffer.speech_started")
         client.send("input_audio_buffer.clear")
         client.until("input_audio_buffer.cleared")
