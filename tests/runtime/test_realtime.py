@@ -778,8 +778,8 @@ def test_a_client_that_does_not_read_is_heard() -> None:
 
 
 def test_an_idle_session_makes_room_and_one_that_answers_stays() -> None:
-    with fake_server(max_connections=2) as (url, _), RealtimeClient(url) as busy:
-        busy.say("endless")
+    with scripted(SPOKEN, max_connections=2) as (url, service), RealtimeClient(url) as busy:
+        service.allowed = 3  # it is silent meanwhile, and was so before the other one came
         busy.send("response.create")
         busy.until("response.output_audio.delta")
         with RealtimeClient(url) as idle:
@@ -798,9 +798,9 @@ def test_a_client_that_reads_slowly_receives_all_unless_it_cancels(is_cancelled:
     with scripted(script) as (url, service), RealtimeClient(url) as client:
         client.send("response.create")
         before = 0
-        while not before or before != service.num_sent:  # until the queue is full
+        while before < 250 or before != service.num_sent:  # until the queue is full, which holds 200
             before = service.num_sent
-            time.sleep(0.3)
+            time.sleep(0.5)
         script[before + 9 :] = [done()]  # the answer ends while it is nearly so
         if is_cancelled:
             client.send("response.cancel")
