@@ -25,7 +25,7 @@ from mingc.runtime.talker.group import TalkerGroup
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner, load_voice
 from mingc.runtime.talker.scheduler import TalkerScheduler
-from mingc.runtime.talker.voice_encoder import VoiceEncoder
+from mingc.runtime.talker.voice_encoder import GraphsByName, VoiceEncoder
 from mingc.runtime.talker.worker import TalkerWorker
 from mingc.runtime.voices import VoicePack
 from mingc.text.spoken import SpeechText
@@ -38,7 +38,7 @@ def build_speech(
     options = context.options
     store = None if options.voices_dir is None else VoiceStore(options.voices_dir)
     slots = _num_slots(context.manifest, stages, options)
-    loops, encoders = [], []
+    loops, loaded_stages = [], []
     for index, device in enumerate(devices):
         with current_device(device):
             loaded = [context.load(name, device) for name in stages.names]
@@ -53,17 +53,7 @@ def build_speech(
                     depth=options.talker_depth,
                 )
         context.memory.add(device, "talker_slots", worker.state_bytes)
-        _, sampler, vocoder = loaded
-        encoders.append(
-            VoiceEncoder(
-                encode=vocoder["encode"],
-                aggregate=sampler["aggregate"],
-                speaker=sampler["speaker"],
-                flow=stages.flow,
-                vae=stages.vae,
-                device=device,
-            )
-        )
+        loaded_stages.append(loaded)
         scheduler = TalkerScheduler(
             SlotPool(slots),
             max_batch=worker.max_batch,
@@ -78,15 +68,29 @@ def build_speech(
         context.artifact, stages, parse_special_tokens=options.parse_special_tokens
     )
     talkers = TalkerGroup(loops)
+    _, sampler, vocoder = loaded_stages[0]
+    encoder = create_voice_encoder(sampler, vocoder, stages, devices[0])
     context.memory.add(HOST, "voice_cache", CACHE_BYTES)
     return SpeechPipeline(
         planner=planner,
         talkers=talkers,
         max_segment_length=stages.talker.max_segment_length,
         speech_text=cast(SpeechText, options.speech_text),  # the options have checked it
-        voices=Voices(
-            context.artifact, stages, planner, encoders[0], loops[0].call, media=media, store=store
-        ),
+        voices=Voices(context.artifact, stages, planner, encoder, loops[0].call, media=media, store=store),
+    )
+
+
+def create_voice_encoder(
+    sampler: GraphsByName, vocoder: GraphsByName, stages: SpeechStages, device: torch.device
+) -> VoiceEncoder:
+    """The encoder of voices over the graphs of two stages, which are on `device`."""
+    return VoiceEncoder(
+        encode=vocoder["encode"],
+        aggregate=sampler["aggregate"],
+        speaker=sampler["speaker"],
+        flow=stages.flow,
+        vae=stages.vae,
+        device=device,
     )
 
 

@@ -21,7 +21,7 @@ from mingc.host.machine import current_host
 from mingc.prompts.media_decoder import MediaDecoder
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.service.served_stages import SpeechStages, find_speech_stages
-from mingc.runtime.service.speech_builder import create_speech_planner
+from mingc.runtime.service.speech_builder import create_speech_planner, create_voice_encoder
 from mingc.runtime.service.voice_store import VoiceStore
 from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.voice_encoder import VoiceEncoder, VoiceGraph
@@ -94,15 +94,8 @@ def add_voice(artifact: Artifact, folder: Path, voice: NewVoice, media: MediaDec
 def _load_encoder(
     artifact: Artifact, stages: SpeechStages, graphs: Mapping[str, VoiceGraph] | None = None
 ) -> VoiceEncoder:
-    device = torch.device("cpu" if graphs is not None else artifact.manifest.fingerprint.device)
-    if graphs is None:
-        sampler, vocoder = (load_stage(artifact, name, device) for name in (stages.sampler, stages.vocoder))
-        graphs = {"encode": vocoder["encode"], **{name: sampler[name] for name in ("aggregate", "speaker")}}
-    return VoiceEncoder(
-        encode=graphs["encode"],
-        aggregate=graphs["aggregate"],
-        speaker=graphs["speaker"],
-        flow=stages.flow,
-        vae=stages.vae,
-        device=device,
-    )
+    if graphs is not None:
+        return create_voice_encoder(graphs, graphs, stages, torch.device("cpu"))
+    device = torch.device(artifact.manifest.fingerprint.device)
+    sampler, vocoder = (load_stage(artifact, name, device) for name in (stages.sampler, stages.vocoder))
+    return create_voice_encoder(sampler, vocoder, stages, device)

@@ -33,6 +33,12 @@ class VoiceGraph(Protocol):
     def run(self, **tensors: Tensor) -> Mapping[str, Tensor]: ...
 
 
+class GraphsByName(Protocol):
+    """A loaded stage, or a mapping."""
+
+    def __getitem__(self, name: str, /) -> VoiceGraph: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ClipFrames:
     """Input of `encode` for one clip: `frames` (latents, samples per latent) and `noise` (latents, channels)."""
