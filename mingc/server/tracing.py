@@ -142,12 +142,6 @@ def span(name: str, **attributes: str) -> Iterator[None]:
         inner.end()
 
 
-def mark(name: str) -> None:
-    """Record that something happens now in the current span."""
-    if (current := _CURRENT.get()) is not None:
-        current.span.add_event(name)
-
-
 def mark_stages(done: Done, answer: int) -> None:
     """Record the moments of `Done.timings_ms` in the current span, when the request has just ended."""
     if (current := _CURRENT.get()) is None:

@@ -132,7 +132,6 @@ def test_parts_of_a_request_have_spans_with_their_stages() -> None:
     async def respond(name: str, ms: float) -> None:
         with tracing.span("realtime.response", id=name):
             await asyncio.sleep(0)
-            tracing.mark("speech_stopped")
             done = Done(finish_reason="stop", usage=Usage(), timings_ms={"first_token": ms, "done": 4 * ms})
             tracing.mark_stages(done, 0)
             if name == "b":
@@ -152,8 +151,8 @@ def test_parts_of_a_request_have_spans_with_their_stages() -> None:
     assert sorted(str(attributes(each)["id"]) for each in responses) == ["a", "a", "b", "b"]
     for span in responses:
         assert span.parent == whole.context and whole.context is not None
-        assert [each.name for each in span.events] == ["speech_stopped", "first_token", "done"]
-        name, (_, first, done) = attributes(span)["id"], span.events
+        assert [each.name for each in span.events] == ["first_token", "done"]
+        name, (first, done) = attributes(span)["id"], span.events
         assert done.timestamp - first.timestamp == {"a": 750_000, "b": 1_500_000}[name]  # ns
         assert attributes(span).get("error.type") == {"a": None, "b": "WorkerError"}[name]
         assert "secret" not in span.to_json()
