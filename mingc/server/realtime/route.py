@@ -88,11 +88,11 @@ def check_query(info: ServiceInfo, query: QueryParams) -> None:
 class _EarlyStart:
     """A response that begins in a silence that may end the user's turn, before the turn's item is in the conversation.
 
-    `clip`: the file that it hears.
+    `file`: of the sound that it hears.
     """
 
     item: UserMessage
-    clip: bytes
+    file: bytes
     response: Response
 
 
@@ -202,8 +202,8 @@ class RealtimeSession:
                 self._update(event)
             case events.InputAudioBufferCommit():
                 self._conversation.check_room()
-                clip = self._input.commit()
-                self._commit(self._user_item(clip), clip, "commit")
+                file = self._input.commit().wav()
+                self._commit(self._user_item(file), file, "commit")
             case events.InputAudioBufferClear():
                 self._input.clear()
                 self._turn_id = None
@@ -310,13 +310,14 @@ class RealtimeSession:
         self._socket.put(events.ItemAdded(previous_item_id=before, item=item.wire()))
         self._socket.put(events.ItemDone(previous_item_id=before, item=item.wire()))
 
-    def _user_item(self, clip: Clip) -> UserMessage:
+    def _user_item(self, file: bytes) -> UserMessage:
+        """An item that is not yet in the conversation. `file`: of its sound."""
         item_id = self._turn_id or new_id("item")
-        media = MediaPart(kind="audio", data=clip.wav(), where=f"{item_id}.content.audio")
+        media = MediaPart(kind="audio", data=file, where=f"{item_id}.content.audio")
         return UserMessage(id=item_id, content=[AudioContent(media=media)])
 
-    def _commit(self, item: UserMessage, clip: Clip, end: str) -> None:
-        """Add a turn of the user to the conversation. Raises: RequestError if there is no room."""
+    def _commit(self, item: UserMessage, file: bytes, end: str) -> None:
+        """Add a turn of the user to the conversation. `file`: of its sound. Raises: RequestError without room."""
         self._turn_id = None
         self._conversation.check_room()
         self._conversation.append(item)
@@ -326,7 +327,7 @@ class RealtimeSession:
         self._decode(item, None)
         self._server.metrics.realtime_turns.labels(end).inc()
         if (settings := self._settings.transcription) is not None:
-            request = transcription_request(settings, clip.wav(), f"{item.id}.content.audio")
+            request = transcription_request(settings, file, f"{item.id}.content.audio")
             self._transcribing = self._run(self._transcribe(item, request, self._transcribing))
 
     def _decode(self, item: Item, event_id: str | None) -> None:
@@ -423,21 +424,22 @@ class RealtimeSession:
             case SpeechStopped():
                 self._end_turn(event)
             case BufferFull(audio=clip):
-                self._commit(self._user_item(clip), clip, "commit")
+                file = clip.wav()
+                self._commit(self._user_item(file), file, "commit")
 
     def _end_turn(self, event: SpeechStopped) -> None:
-        detection, clip = self._settings.turn_detection, event.audio
+        detection, file = self._settings.turn_detection, event.audio.wav()
         assert detection is not None and self._turn_id is not None
         now = time.monotonic()
         self._socket.put(events.SpeechStoppedEvent(item_id=self._turn_id, audio_end_ms=event.end_ms))
         if not self._conversation.has_room:
             self._drop_early()
         early, self._early = self._early, None
-        if early is not None and (early.response.is_ended or early.clip != clip.wav()):
+        if early is not None and (early.response.is_ended or early.file != file):
             self._drop(early)
             early = None
-        item = self._user_item(clip) if early is None else early.item
-        self._commit(item, clip, "server_vad" if isinstance(detection, ServerVad) else "semantic_vad")
+        item = self._user_item(file) if early is None else early.item
+        self._commit(item, file, "server_vad" if isinstance(detection, ServerVad) else "semantic_vad")
         if early is not None:
             self._server.metrics.realtime_early_starts.labels("used").inc()
             self._start(early.response, now)
@@ -449,12 +451,13 @@ class RealtimeSession:
 
     def _start_early(self, clip: Clip) -> None:
         """Begin the response to a turn that may end here. Nobody hears of it before it does."""
-        item = self._user_item(clip)
+        file = clip.wav()
+        item = self._user_item(file)
         self._drop_early()
         self._decode(item, None)
         self._early = _EarlyStart(
             item=item,
-            clip=clip.wav(),
+            file=file,
             response=self._ask(response_settings(self._settings, self._served), None, item),
         )
 
@@ -586,13 +589,14 @@ class RealtimeSession:
         if (idle := self._input.idle(since_ms)) is None:  # somebody may begin to speak
             self._idle = self._loop.call_later(_IDLE_RETRY_S, self._time_out, since_ms)
             return
-        item = self._user_item(idle.audio)
+        file = idle.audio.wav()
+        item = self._user_item(file)
         triggered = events.TimeoutTriggered(
             item_id=item.id, audio_start_ms=idle.start_ms, audio_end_ms=idle.end_ms
         )
         self._socket.put(triggered)
         try:
-            self._commit(item, idle.audio, "idle_timeout")
+            self._commit(item, file, "idle_timeout")
         except RequestError as error:
             self._socket.put(events.error_event(error))
             return
