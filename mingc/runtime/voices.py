@@ -83,14 +83,14 @@ class VoiceInfo:
     seconds: float | None = None
 
 
-def voice_not_found(name: str, names: Sequence[str]) -> RequestError:
-    """The error for a voice that is none of `names`."""
+def voice_not_found(name: str, names: Sequence[str], param: str = "voice") -> RequestError:
+    """The error for a voice that is none of `names`. `param`: the field that names it."""
     known = ", ".join(names[:_MAX_NAMES]) or "none"
     if len(names) > _MAX_NAMES:
         known += f" and {len(names) - _MAX_NAMES} more"
     return RequestError(
         f"there is no voice {name[:100]!r}; there are: {known}",
         status=404,
-        param="voice",
+        param=param,
         code="voice_not_found",
     )

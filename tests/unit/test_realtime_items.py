@@ -281,7 +281,7 @@ class AnyOrder(stateful.RuleBasedStateMachine):
                 expected[-1] = (role, expected[-1][1] + entry.said)
             else:
                 expected.append((role, entry.said))
-        turns = self.conversation.turns()
+        turns = turns_of(self.conversation.items)
         assert [(turn.message.role, text_of(turn.message)) for turn in turns] == expected
         items = [item for turn in turns for item in turn.items]
         assert items == [item for item in self.conversation.items if item in items]
@@ -374,7 +374,7 @@ def test_a_prompt_has_the_ids_of_an_answer_and_not_its_text() -> None:
     conversation = Conversation()
     conversation.append(item)
     assert conversation.truncate(item.id, 0, 3 * MS) == 3 * MS
-    assert conversation.turns()[0].message.parts == (TokensPart(ids=TOKENS[:3]),)
+    assert turns_of(conversation.items)[0].message.parts == (TokensPart(ids=TOKENS[:3]),)
     assert item.transcript == said(3)
 
 
@@ -396,7 +396,7 @@ def test_a_transcript_takes_the_place_of_sound_that_was_dropped() -> None:
     assert isinstance(content, AudioContent)
     content.transcript = "hello"
     conversation.append(UserMessage(content=[AudioContent(media=sound(90))]))
-    assert [text_of(turn.message) for turn in conversation.turns()] == ["hello", "<90>"]
+    assert [text_of(turn.message) for turn in turns_of(conversation.items)] == ["hello", "<90>"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mingc.server.http.body import decode_body
 from mingc.server.http.field_errors import as_integer, missing
 from mingc.server.http.media import decode_data
 from mingc.server.http.request_schemas import MAX_MESSAGES, Media
+from mingc.server.realtime.input_audio import Encoding
 from mingc.server.realtime.items import (
     InputFields,
     Item,
@@ -26,7 +27,7 @@ from mingc.server.realtime.items import (
     ItemReference,
     make_item,
 )
-from mingc.server.realtime.session import Encoding, ResponseFields, Served, new_id, with_new_name
+from mingc.server.realtime.session import ResponseFields, Served, new_id, with_new_name
 
 # A client event of more bytes is parsed on a thread: base64 of 15 MiB takes 30 ms.
 INLINE_BYTES = 64 * 1024

@@ -21,8 +21,8 @@ from mingc.server.http.request_schemas import (
     Media,
 )
 from mingc.server.realtime.heard import Answer
-from mingc.server.realtime.input_audio import clip_of
-from mingc.server.realtime.session import MAX_OBJECT_BYTES, Encoding, Served, new_id
+from mingc.server.realtime.input_audio import Encoding, clip_of
+from mingc.server.realtime.session import MAX_OBJECT_BYTES, Served, new_id
 
 MAX_ITEMS = 4096
 MAX_MEDIA_BYTES = 64 << 20  # of one session; beside them, the newest item may have any
@@ -523,10 +523,6 @@ class Conversation:
         """
         item = self.spoken_item(item_id, content_index)
         return 0 if item.answer is None else item.answer.truncate(audio_end_ms)
-
-    def turns(self) -> list[Turn]:
-        """What the next prompt has of the items."""
-        return turns_of(self._items)
 
     def leave_out(self, items: Iterable[Item]) -> None:
         """Leave items out of all later prompts, and drop their media. The items stay."""

@@ -41,6 +41,7 @@ from mingc.server.key_limits import KeyUse
 from mingc.server.metrics import Playback
 from mingc.server.realtime import events
 from mingc.server.realtime.heard import Answer
+from mingc.server.realtime.input_audio import RATES
 from mingc.server.realtime.items import AssistantMessage, Conversation, FunctionCall, Item, Status
 from mingc.server.realtime.session import ResponseSettings, new_id
 from mingc.server.state import ServerState
@@ -51,7 +52,6 @@ log = logging.getLogger("mingc.http")
 PATH = "/v1/realtime"
 Reason = Literal["turn_detected", "client_cancelled"]
 _RETRY_S = 0.1  # for a place
-_RATES = {"audio/pcm": 24000, "audio/pcmu": 8000, "audio/pcma": 8000}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class Response:
         self._ask = ask
         self._ended = ended
         self._encoding = settings.session.output_encoding
-        self._rate = _RATES[self._encoding]
+        self._rate = RATES[self._encoding]
         self._playback: Playback | None = None
         self._waiting: list[tuple[Event, bytes]] = []  # until it is shown
         self._shown = asyncio.Event()

@@ -27,6 +27,7 @@ from mingc.runtime.request import (
     SpeechParams,
     TranscriptionRequest,
 )
+from mingc.runtime.voices import voice_not_found
 from mingc.server.http.field_errors import invalid, shorten, validation_error
 from mingc.server.http.parsing import no_speech, unknown_model
 from mingc.server.http.request_schemas import (
@@ -40,13 +41,13 @@ from mingc.server.http.request_schemas import (
 from mingc.server.http.tools import parse_tools
 from mingc.server.http.transcriptions import language_name
 from mingc.server.options import ServeOptions
+from mingc.server.realtime.input_audio import Encoding
 
 # JSON of a session, an item or another object that events repeat; clients refuse larger messages.
 MAX_OBJECT_BYTES = 800_000
 _MAX_PROMPT = 4096  # characters, of a transcription
 _SILENCE_MS = {"high": 300, "auto": 600, "medium": 600, "low": 1200}  # after which `semantic_vad` ends a turn
 
-Encoding = Literal["audio/pcm", "audio/pcmu", "audio/pcma"]
 Modality = Literal["audio", "text"]
 
 # What OpenAI's beta called a field: where it is now.
@@ -484,11 +485,7 @@ def _output(audio: AudioOutput, served: Served) -> AudioOutput:
     name = audio.voice if isinstance(audio.voice, str) else audio.voice.id
     known = (*served.info.voices, *served.voices, *served.options.aliases_of_voices)
     if name not in known:
-        raise RequestError(
-            f"There is no voice {shorten(name)}; there are: {', '.join(dict.fromkeys(known)) or 'none'}.",
-            param="audio.output.voice",
-            code="voice_not_found",
-        )
+        raise voice_not_found(name, [*dict.fromkeys(known)], param="audio.output.voice")
     return msgspec.structs.replace(audio, voice=name)
 
 
