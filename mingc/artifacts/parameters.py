@@ -124,7 +124,7 @@ class VaeParameters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageDitParameters:
-    """Tokens, rope and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
+    """Tokens, positions and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
 
     latent_channels: int
     patch_size: int  # latent rows and columns of one token
@@ -132,8 +132,7 @@ class ImageDitParameters:
     caption_width: int  # of the rows before they are embedded
     hidden_size: int
     feed_forward_size: int
-    rope_theta: float
-    rope_axes: tuple[int, int, int]  # width of a head that turns with caption row or frame, row, column
+    max_positions: tuple[int, int, int]  # caption rows and frames, rows, columns; positions are less
     num_train_steps: int
     shift: float
     is_shift_dynamic: bool  # whether the shift depends on the tokens of the picture
