@@ -142,6 +142,39 @@ class GlyphParameters:
     added_tokens: tuple[str, ...]  # behind those of ByT5, in the order of their ids
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageDitParameters:
+    """Tokens, positions and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
+
+    latent_channels: int
+    patch_size: int  # latent rows and columns of one token
+    token_multiple: int  # tokens of picture and caption are padded to multiples of this
+    caption_width: int  # of the rows before they are embedded
+    hidden_size: int
+    feed_forward_size: int
+    max_positions: tuple[int, int, int]  # caption rows and frames, rows, columns; positions are less
+    num_train_steps: int
+    shift: float
+    is_shift_dynamic: bool  # whether the shift depends on the tokens of the picture
+    dynamic_tokens: tuple[int, int]
+    dynamic_shifts: tuple[float, float]
+    num_steps: int
+    guidance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageVaeParameters:
+    """Geometry of the VAE of pictures (spec: imagegen.md §6)."""
+
+    latent_channels: int
+    block_channels: tuple[int, ...]  # of the decoder's blocks, the finest first
+
+    @property
+    def scale(self) -> int:
+        """Pixels of a picture's side for one of its latents."""
+        return 1 << (len(self.block_channels) - 1)
+
+
 BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
     {
         "vision_encoder": VisionParameters,
@@ -152,6 +185,8 @@ BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
         "audio_vae": VaeParameters,
         "image_condition": ImageConditionParameters,
         "glyph": GlyphParameters,
+        "image_dit": ImageDitParameters,
+        "image_vae": ImageVaeParameters,
     }
 )
 """Parameters of the built-in stages, which are decoded and checked when a manifest is read."""

@@ -50,6 +50,19 @@ class SpeechPath:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImagePath:
+    """The stages that turn hidden rows of the text decoder into a picture for the client.
+
+    `glyph`: encodes the text that a picture is to show; None: none does.
+    """
+
+    condition: str
+    glyph: str | None
+    sampler: str
+    decoder: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageGraph:
     """Stages and edges of an artifact. The client is a node without an entry; a port has one producer at most."""
 
@@ -118,6 +131,18 @@ class StageGraph:
         if not vocoder or not sampler or not speech_llm:
             return None
         return SpeechPath(speech_llm=speech_llm, sampler=sampler, vocoder=vocoder)
+
+    def image_path(self) -> ImagePath | None:
+        """The stages behind the client's pictures; None unless all are there, and the text decoder before them."""
+        decoder = self.producer(CLIENT, "picture")
+        sampler = decoder and self.producer(decoder, "latents")
+        condition = sampler and self.producer(sampler, "condition")
+        hidden = condition and self.producer(condition, "hidden")
+        if not decoder or not sampler or not condition or not hidden or hidden != self.text_decoder():
+            return None
+        return ImagePath(
+            condition=condition, glyph=self.producer(sampler, "glyph"), sampler=sampler, decoder=decoder
+        )
 
     def data_flow(self) -> tuple[str, ...]:
         """Names of all stages, producers before their consumers where no feedback edge forbids it."""

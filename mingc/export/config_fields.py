@@ -55,6 +55,9 @@ _COMMON = _fields(
     "tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache"
 ) | {"quantization_config": _Only((None,))}
 
+# Bookkeeping of diffusers.
+_DIFFUSERS = _fields("_class_name _diffusers_version _name_or_path")
+
 ROOT = (
     _COMMON | _fields("mlp_depth llm_config vision_config audio_config") | {"use_deepstack": _Only((False,))}
 )
@@ -200,6 +203,48 @@ IMAGES = _fields(
     "do_rescale": _Only((True,)),
     "do_resize": _Only((True,)),
 }
+
+IMAGE_DIT = _DIFFUSERS | {
+    **_fields(
+        "dim n_layers n_refiner_layers n_heads n_kv_heads in_channels cap_feat_dim norm_eps rope_theta axes_dims "
+        "axes_lens t_scale all_patch_size"
+    ),
+    "qk_norm": _Only((True,)),
+    "all_f_patch_size": _Only(([1],)),
+    "siglip_feat_dim": _Only((None,)),
+}
+
+SCHEDULER = _DIFFUSERS | {
+    **_fields("shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len"),
+    "_class_name": _Only(("FlowMatchEulerDiscreteScheduler",)),
+    "num_train_timesteps": _Only((1000,)),
+    "time_shift_type": _Only(("exponential",)),
+    "shift_terminal": _Only((None,)),
+    **dict.fromkeys(
+        (
+            "invert_sigmas",
+            "stochastic_sampling",
+            "use_beta_sigmas",
+            "use_exponential_sigmas",
+            "use_karras_sigmas",
+        ),
+        _Only((False,)),
+    ),
+}
+
+IMAGE_VAE = _DIFFUSERS | {
+    **_fields(
+        "block_out_channels layers_per_block norm_num_groups latent_channels scaling_factor shift_factor "
+        "down_block_types up_block_types use_quant_conv use_post_quant_conv sample_size force_upcast"
+    ),
+    "act_fn": _Only(("silu",)),
+    "in_channels": _Only((3,)),
+    "out_channels": _Only((3,)),
+    "mid_block_add_attention": _Only((True,)),
+    "latents_mean": _Only((None,)),
+    "latents_std": _Only((None,)),
+}
+
 _TRAINING = ("lambda_", "disc", "loss", "mpd", "msd", "mrd")  # beginnings of fields of the VAE's training
 
 
@@ -236,6 +281,11 @@ def field_notes(checkpoint: Checkpoint) -> list[str]:
             sections.append((f"{name}/{part.config_name}", part.config, rules))
     if checkpoint.vae is not None:
         sections.append(("talker/vae/config.json", checkpoint.vae.config, VAE))
+    sections += [
+        (str(part.config_file.relative_to(checkpoint.root)), part.config, rules)
+        for name, rules in (("transformer", IMAGE_DIT), ("scheduler", SCHEDULER), ("image_vae", IMAGE_VAE))
+        if (part := checkpoint.parts.get(name)) is not None
+    ]
     return [
         f"{where}: {line}"
         for where, raw, rules in sections

@@ -174,15 +174,64 @@ class TranscriptionRequest:
     rules: TurnRules = field(default_factory=TurnRules)
 
 
+# Limits of a request for pictures.
+MAX_PICTURES = 10
+MAX_IMAGE_STEPS = 200
+MAX_GUIDANCE = 100.0
+MAX_IMAGE_SIDE = 8192
+MAX_PARTIAL_IMAGES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRequest:
+    """A conversation to answer with pictures, which may change a picture of it. None selects the model's default.
+
+    The pictures get the bucket of the release nearest to the asked size, of the table of 512, 672 or 1024 that is
+    nearest to it (spec: imagegen.md §8). Without any size, a text gets a square one, and `reference` its own ratio.
+
+    Attributes:
+        height, width: the size asked for, in pixels; both or neither.
+        aspect: width / height, instead of a size.
+        resolution: selects the table; None: the asked size does, or 1024.
+        num_pictures: picture i is drawn with `seed` + i.
+        seed: None: a random one; `ImageDone` has it.
+        num_steps: evaluations of the sampler's schedule, 1 to `MAX_IMAGE_STEPS`.
+        guidance: at most 1: none, which takes half the time.
+        negative_prompt: what the pictures shall not show, in a prompt of its own; None: the official zeros.
+        reference: the picture to change, which `messages` have, too; its pixels go to the sampler.
+        num_partials: how many unfinished states of each picture are sent, at most `MAX_PARTIAL_IMAGES`.
+        priority: requests with a lower one are drawn earlier.
+    """
+
+    request_id: str
+    messages: tuple[Message, ...]
+    height: int | None = None
+    width: int | None = None
+    aspect: float | None = None
+    resolution: int | None = None
+    num_pictures: int = 1
+    seed: int | None = None
+    num_steps: int | None = None
+    guidance: float | None = None
+    negative_prompt: str | None = None
+    reference: MediaPart | None = None
+    num_partials: int = 0
+    priority: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`."""
+    """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`.
+
+    `image_tokens`: of the drawn pictures, one for 16 × 16 pixels.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     audio_patches: int = 0
     audio_seconds: float = 0.0
+    image_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -287,7 +336,8 @@ class Done:
 
     `timings_ms`: milliseconds from arrival to named moments: `preprocessing` (a thread takes the request), `prepared`
     (media are decoded, the prompt is tokenized), `encoded`, `prefill` (it begins), `first_token`, `first_segment` (the
-    talker gets it), `first_audio`, `text_done`, `done`.
+    talker gets it), `first_audio`, `text_done`, `condition` (the thinker has read the prompt of a picture),
+    `first_step`, `first_image`, `done`.
     """
 
     finish_reason: FinishReason
@@ -295,6 +345,45 @@ class Done:
     timings_ms: dict[str, float] = field(default_factory=dict)
     has_nothing_to_speak: bool = False
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageProgress:
+    """The steps of picture `index` that are done: `step` of `num_steps`."""
+
+    index: int
+    step: int
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartialImage:
+    """A state of picture `index` before its last step: what the model expects it to become.
+
+    Attributes:
+        number: counts the partial pictures of one picture from 0.
+        pixels: (H, W, 3) uint8 RGB of the bucket.
+        height, width: size to which the picture is to be resized for the client.
+    """
+
+    index: int
+    number: int
+    pixels: NDArray[np.uint8]
+    height: int
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ImageDone:
+    """Picture `index` is drawn, from `seed`. Other attributes: see `PartialImage`."""
+
+    index: int
+    pixels: NDArray[np.uint8]
+    height: int
+    width: int
+    seed: int
+
+
+ImageEvent = ImageProgress | PartialImage | ImageDone | Done
 
 Event = TextDelta | ToolCallDelta | ToolCallDone | ToolCallFailed | AudioDelta | TextDone | Done
 
@@ -357,11 +446,13 @@ class Recorder:
         logits: (V,) float32 that each token of the answer was sampled from.
         latents: (p, latent) float32 that each patch was decoded from.
         stop_probabilities: what the stop rule compared with its threshold, for each patch.
+        image_latents: (16, H / 8, W / 8) float32 that each picture was decoded from, in the order of completion.
     """
 
     logits: list[NDArray[np.float32]] = field(default_factory=list)
     latents: list[NDArray[np.float32]] = field(default_factory=list)
     stop_probabilities: list[float] = field(default_factory=list)
+    image_latents: list[NDArray[np.float32]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -377,6 +468,7 @@ class ServiceInfo:
     has_video: bool
     has_audio_input: bool
     has_speech: bool
+    has_image_output: bool = False  # it draws pictures
     has_tools: bool = False  # its tokenizer has the tokens of calls
     max_model_len: int | None = None  # tokens of one prompt and its answer; None without a thinker
     max_total_tokens: int | None = None  # tokens of all running requests together; None without a thinker
@@ -502,6 +594,13 @@ class Service(Protocol):
     @property
     def tokenizer(self) -> TextTokenizer:
         """Tokenizer of prompts and answers. Raises: RequestError without a thinker."""
+        ...
+
+    def draw(self, request: ImageRequest) -> AsyncIterator[ImageEvent]:
+        """Events of the pictures, until `Done`; closing the iterator ends them within a step.
+
+        Raises: as `answers` does, 507 when a batch of one does not fit the memory.
+        """
         ...
 
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]: ...

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mingc.artifacts.stage_graph import CLIENT, Edge, SpeechPath, StageGraph, StageNode
+from mingc.artifacts.stage_graph import CLIENT, Edge, ImagePath, SpeechPath, StageGraph, StageNode
 
 # Consumers first: the order of nodes and edges must not matter.
 SPEAKING = StageGraph(
@@ -29,11 +29,26 @@ SPEAKING = StageGraph(
 )
 
 
-def without(source: str, port: str) -> StageGraph:
-    """The graph without the edge from `source` to `port`."""
-    edges = tuple(edge for edge in SPEAKING.edges if (edge.source, edge.port) != (source, port))
-    assert len(edges) == len(SPEAKING.edges) - 1
-    return replace(SPEAKING, edges=edges)
+DRAWING = StageGraph(
+    nodes=tuple(
+        StageNode(name=name, policy="once") for name in ("developer", "decoder", "painter", "font", "idea")
+    ),
+    edges=(
+        Edge("developer", CLIENT, "picture"),
+        Edge("painter", "developer", "latents"),
+        Edge("font", "painter", "glyph"),
+        Edge("idea", "painter", "condition"),
+        Edge("decoder", "idea", "hidden"),
+        Edge("decoder", CLIENT, "text"),
+    ),
+)
+
+
+def without(source: str, port: str, graph: StageGraph = SPEAKING) -> StageGraph:
+    """`graph` without the edge from `source` to `port`."""
+    edges = tuple(edge for edge in graph.edges if (edge.source, edge.port) != (source, port))
+    assert len(edges) == len(graph.edges) - 1
+    return replace(graph, edges=edges)
 
 
 def test_a_sound_graph_has_no_problem() -> None:
@@ -79,6 +94,16 @@ def test_paths_are_found_from_the_ports_of_the_client() -> None:
 )
 def test_speech_needs_every_stage_of_its_path(source: str, port: str) -> None:
     assert without(source, port).speech_path() is None
+
+
+def test_pictures_need_every_stage_of_their_path_but_the_glyphs() -> None:
+    path = ImagePath(condition="idea", glyph="font", sampler="painter", decoder="developer")
+    assert DRAWING.image_path() == path
+    assert without("font", "glyph", DRAWING).image_path() == replace(path, glyph=None)
+    for edge in DRAWING.edges:
+        if edge.source != "font":
+            assert without(edge.source, edge.port, DRAWING).image_path() is None
+    assert SPEAKING.image_path() is None
 
 
 def test_stages_come_after_their_producers() -> None:
