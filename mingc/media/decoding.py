@@ -67,7 +67,7 @@ def run_task(task: MediaTask, data: bytes | memoryview) -> Features:
         if task.kind == "voice":
             return load_voice_clip(data, task.where, limits)
         if task.kind == "reference":
-            return load_reference(data, task.where, limits, aspect=task.aspect, resolution=task.resolution)
+            return load_reference(data, task, limits)
         if task.kind == "audio":
             assert task.audio is not None
             return load_audio(data, task.audio, task.where, limits)
@@ -103,7 +103,7 @@ def digest_of(task: MediaTask, data: bytes | memoryview) -> bytes:
     of_kind = {
         "video": task.video,
         "image": task.max_pixels,
-        "reference": (task.aspect, task.resolution),
+        "reference": (task.asked, task.aspect, task.resolution),
     }.get(task.kind)
     settings = (task.kind, task.vision, task.audio, of_kind)
     digest = hashlib.sha256(msgspec.json.encode(settings))

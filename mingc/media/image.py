@@ -25,6 +25,7 @@ from mingc.errors import RequestError
 from mingc.media.formats import undecodable_file
 from mingc.media.limits import MAX_PIXELS, MediaLimits, too_large
 from mingc.prompts.features import ReferencePicture, VisionFeatures
+from mingc.prompts.media_decoder import MediaTask
 from mingc.prompts.picture_sizes import bucket, crop_size
 
 log = logging.getLogger("mingc.preprocess")
@@ -474,16 +475,15 @@ def load_image(
     return writer.features()
 
 
-def load_reference(
-    data: bytes, where: str, limits: MediaLimits, *, aspect: float | None, resolution: int
-) -> ReferencePicture:
-    """Encoded picture → the pixels that a picture is drawn from (spec: imagegen.md §7). See `MediaTask`.
+def load_reference(data: bytes, task: MediaTask, limits: MediaLimits) -> ReferencePicture:
+    """Encoded picture → the pixels that a picture is drawn from (spec: imagegen.md §7).
 
     Raises: RequestError as `load_image` does.
     """
+    where = task.where
     with open_image(data, where) as image:
         check_aspect(image.height, image.width, where, MAX_REFERENCE_ASPECT)
-        longest = 2 * resolution
+        longest = 2 * task.resolution
         limits.check_bytes(
             _peak_bytes(image, (longest, longest)),
             where,
@@ -492,9 +492,9 @@ def load_reference(
         decoded = _decode(image, data, where)
         orientation = _orientation(image)
     is_on_its_side = orientation >= 5
-    height, width = decoded.height, decoded.width
-    asked = crop_size((width, height) if is_on_its_side else (height, width), aspect)
-    height, width = bucket(asked, resolution)
+    own = (decoded.width, decoded.height) if is_on_its_side else (decoded.height, decoded.width)
+    asked = task.asked or crop_size(own, task.aspect)
+    height, width = bucket(asked, task.resolution)
     size = (height, width) if is_on_its_side else (width, height)
     pixels = _upright(decoded.resize(size, Image.Resampling.BILINEAR), orientation)
     return ReferencePicture(pixels=np.asarray(pixels), asked=asked)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
 from mingc.prompts.features import AudioFeatures, Features
-from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION
+from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, Size
 
 NO_SOUND = "no_audio_track"  # code of the error for a file without sound
 
@@ -27,8 +27,8 @@ class MediaTask:
         max_tokens: most tokens of the medium; None: no limit.
         num_media: this medium and those that follow it, which share the tokens.
         is_stream: whether sound is returned in blocks of samples, not as features.
-        aspect: width / height of the picture that is drawn from a reference; None: its own.
-        resolution: of the picture that is drawn from a reference.
+        asked, aspect, resolution: of the picture that is drawn from a reference: the size asked for, or else its
+            width / height; None: those of the reference.
     """
 
     kind: MediaKind | Literal["voice", "reference"]
@@ -41,6 +41,7 @@ class MediaTask:
     max_tokens: int | None = None
     num_media: int = 1
     is_stream: bool = False
+    asked: Size | None = None
     aspect: float | None = None
     resolution: int = DEFAULT_RESOLUTION
 
