@@ -18,7 +18,6 @@ from mingc.export.compile.trace import capture
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.stages import find
 from mingc.export.synthetic.checkpoint import open_synthetic
-from mingc.export.weights.loading import part_of
 from mingc.export.weights.quantization import prepare, stored_tensors
 
 CONFIGS = Path(__file__).resolve().parent / "released"
@@ -60,7 +59,7 @@ def load_module(
         module = prepare(stage.build(config, Shard()), sources, quantization)
     tensors = {}
     for source in sources:
-        part = part_of(checkpoint, source.part)
+        part = checkpoint.parts.get(source.part)
         assert part is not None
         value = source.compute(*[part.read(name) for name in source.tensors])
         plain = source.dtype or (dtype if value.is_floating_point() else value.dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from eager_export import export_eager
 from hypothesis import settings
+from image_checkpoint import lay_image_checkpoint
 
 # No test depends on how fast the machine is.
 settings.register_profile("any machine", deadline=None)
@@ -53,3 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def eager_artifact() -> Path:
     """All stages of the tiny checkpoint, one rank, float32 on the CPU, nothing compiled. Not to be written into."""
     return export_eager()
+
+
+@pytest.fixture(scope="session")
+def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint with the folders of image generation. Links: not to be written into."""
+    return lay_image_checkpoint(tmp_path_factory.mktemp("images") / "tiny-ming")

@@ -123,8 +123,28 @@ class VaeParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageConditionParameters:
+    """Learned queries of a picture's prompt and the rows made of their hidden rows (spec: imagegen.md §1).
+
+    The stage's weight `queries` has the learned rows of all scales, (sum of `num_queries`, thinker's width).
+    """
+
+    num_queries: tuple[int, ...]  # of each scale; the last ones are the condition
+    width: int  # of a row of the condition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlyphParameters:
+    """Text that a picture shall show (spec: imagegen.md §2.2)."""
+
+    max_length: int  # ids of a text, and rows made of them
+    width: int  # of a row
+    added_tokens: tuple[str, ...]  # behind those of ByT5, in the order of their ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ImageDitParameters:
-    """Tokens, rope and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
+    """Tokens, positions and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
 
     latent_channels: int
     patch_size: int  # latent rows and columns of one token
@@ -132,8 +152,7 @@ class ImageDitParameters:
     caption_width: int  # of the rows before they are embedded
     hidden_size: int
     feed_forward_size: int
-    rope_theta: float
-    rope_axes: tuple[int, int, int]  # width of a head that turns with caption row or frame, row, column
+    max_positions: tuple[int, int, int]  # caption rows and frames, rows, columns; positions are less
     num_train_steps: int
     shift: float
     is_shift_dynamic: bool  # whether the shift depends on the tokens of the picture
@@ -164,6 +183,8 @@ BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
         "talker": TalkerParameters,
         "cfm": CfmParameters,
         "audio_vae": VaeParameters,
+        "image_condition": ImageConditionParameters,
+        "glyph": GlyphParameters,
         "image_dit": ImageDitParameters,
         "image_vae": ImageVaeParameters,
     }

@@ -1,8 +1,8 @@
 """The released checkpoint on disk: per-part configs and tensor indexes; weights are read on demand.
 
-A checkpoint has up to three parts, each with its own config and files: `main` (thinker, vision, audio,
-projectors), `talker` and `vae`. Nothing is loaded at open: headers only. Source of the layout: spec
-checkpoint.md §1-§5.
+A checkpoint has parts, each with its own config and files (`_LAYOUTS`): `main` (thinker, vision, audio, projectors),
+`talker` and `vae` for speech, and those of image generation. Nothing is loaded at open: headers only. Source of the
+layout: spec checkpoint.md §1-§5, imagegen.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ class Part:
     root: Path
     config: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
+    config_name: str = "config.json"
+    weights_name: str = "model"
     _open: dict[Path, Any] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> torch.Tensor:
@@ -51,18 +53,27 @@ class Part:
         """
         from safetensors import safe_open
 
+        from mingc.export.pickled_weights import load_pickled
+
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"tensor {name} is missing", where=f"{self.name}: {self.root}")
         handle = self._open.get(entry.file)
         if handle is None:
-            handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
-        tensor: torch.Tensor = handle.get_tensor(name)
+            is_pickle = entry.file.suffix == ".pt"
+            handle = load_pickled(entry.file) if is_pickle else safe_open(entry.file, framework="pt")
+            self._open[entry.file] = handle
+        tensor: torch.Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
         return tensor
 
     def close(self) -> None:
         """Close the shards that `read` opened; a tensor that was read keeps its own mapping. `read` reopens them."""
         self._open.clear()
+
+    @property
+    def config_file(self) -> Path:
+        """The file that `config` was read from."""
+        return self.root / self.config_name
 
     def require(self, key: str, *path: str) -> Any:
         """The config value at `path` + `key`; CheckpointError names the file when it is absent."""
@@ -70,27 +81,79 @@ class Part:
         for step in (*path, key):
             if not isinstance(value, dict) or step not in value:
                 dotted = ".".join((*path, key))
-                raise CheckpointError(f"config key {dotted} is missing", where=str(self.root / "config.json"))
+                raise CheckpointError(f"config key {dotted} is missing", where=str(self.config_file))
             value = value[step]
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the files of a part are: its folder, the name of its config, and the stem of its weights files.
+
+    A part without a stem has no safetensors. `pickles`: weights files that the release has as pickles.
+    """
+
+    folder: str
+    config: str = "config.json"
+    weights: str | None = "model"
+    pickles: tuple[str, ...] = ()
+
+
+_LAYOUTS = {
+    "main": _Layout(""),
+    "talker": _Layout("talker"),
+    "vae": _Layout("talker/vae"),
+    # Image generation.
+    "mlp": _Layout("mlp"),
+    "connector": _Layout("connector"),
+    "byt5": _Layout("byt5", "byt5.json", None, ("byt5_model/byt5_model.pt", "byt5_mapper/byt5_mapper.pt")),
+    "transformer": _Layout("transformer", weights="diffusion_pytorch_model"),
+    "scheduler": _Layout("scheduler", "scheduler_config.json", None),
+    "image_vae": _Layout("vae", weights="diffusion_pytorch_model"),
+}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. `talker` and `vae` are None when their folders are absent."""
+    """An opened checkpoint: the parts whose folders are present, by name, in the order of `_LAYOUTS`."""
 
     root: Path
-    main: Part
-    talker: Part | None
-    vae: Part | None
+    parts: Mapping[str, Part]
     notes: tuple[str, ...]  # fix-ups applied while opening, one line each
+
+    @property
+    def main(self) -> Part:
+        """The part in the checkpoint's own folder, which every checkpoint has."""
+        return self.parts["main"]
+
+    @property
+    def talker(self) -> Part | None:
+        return self.parts.get("talker")
+
+    @property
+    def vae(self) -> Part | None:
+        """The VAE of speech; the one of pictures is the part `image_vae`."""
+        return self.parts.get("vae")
+
+    def part(self, name: str) -> Part:
+        """The part `name`. Raises: CheckpointError when its folder is absent."""
+        found = self.parts.get(name)
+        if found is None:
+            raise CheckpointError(
+                f"the checkpoint has no {_LAYOUTS[name].folder}/ folder",
+                where=str(self.root),
+                fix="download it from the model's repository, or leave its stages out",
+            )
+        return found
+
+    def with_part(self, part: Part) -> Checkpoint:
+        """This checkpoint with `part` in place of the one of its name."""
+        return replace(self, parts={**self.parts, part.name: part})
 
     def fingerprint(self) -> str:
         """sha256 over the configs and over every tensor's name, dtype, shape and file size."""
         digest = hashlib.sha256()
-        for part in (self.main, self.talker, self.vae):
-            if part is None:
-                continue
+        for part in self.parts.values():
             digest.update(json.dumps(part.config, sort_keys=True).encode())
             for name in sorted(part.tensors):
                 entry = part.tensors[name]
@@ -120,28 +183,36 @@ def _open(path: Path, *, has_tensors: bool) -> Checkpoint:
         )
     problems: list[str] = []
     notes: list[str] = []
-    talker_root, vae_root = path / "talker", path / "talker" / "vae"
-    main = _open_part("main", path, problems, has_tensors)
-    talker = _open_part("talker", talker_root, problems, has_tensors) if talker_root.is_dir() else None
-    vae = _open_part("vae", vae_root, problems, has_tensors) if vae_root.is_dir() else None
-    if not talker_root.is_dir():
+    parts: dict[str, Part] = {}
+    for name, layout in _LAYOUTS.items():
+        if not (path / layout.folder).is_dir():
+            continue
+        part = _open_part(name, layout, path / layout.folder, problems, has_tensors)
+        if part is not None:
+            parts[name] = part
+    if not (path / "talker").is_dir():
         notes.append("no talker/ folder: the artifact will have no speech")
-    if problems or main is None:
+    if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(
             f"the checkpoint cannot be read, {len(problems)} problem(s):\n{listed}",
             where=str(path),
             fix="download the missing or broken files again and check their sizes",
         )
-    return Checkpoint(root=path, main=main, talker=talker, vae=vae, notes=tuple(notes))
+    return Checkpoint(root=path, parts=parts, notes=tuple(notes))
 
 
-def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) -> Part | None:
-    config = _read_json(root / "config.json", problems)
-    if not has_tensors:
-        return Part(name=name, root=root, config=config, tensors={}) if config is not None else None
-    weight_map = _read_index(root / "model.safetensors.index.json", problems)
-    files = sorted({root / file for file in weight_map.values()}) or _files_without_index(root, problems)
+def _open_part(name: str, layout: _Layout, root: Path, problems: list[str], has_tensors: bool) -> Part | None:
+    config = _read_json(root / layout.config, problems)
+    weights = layout.weights
+    weight_map: dict[str, str] = {}
+    files: list[Path] = []
+    if has_tensors and weights is not None:
+        weight_map = _read_index(root / f"{weights}.safetensors.index.json", problems)
+        files = sorted({root / file for file in weight_map.values()})
+        files = files or _files_without_index(root, weights, problems)
+    if has_tensors:
+        files += [root / file for file in layout.pickles]
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         shown = file.relative_to(root.parent)
@@ -149,9 +220,9 @@ def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) ->
             problems.append(f"{shown}: file is missing")
             continue
         try:
-            for key, entry in _read_header(file):
+            for key, entry in _read_pickle(file) if file.suffix == ".pt" else _read_header(file):
                 # Of a tensor in several shards the index selects one, as the reference reads it.
-                if root / weight_map.get(key, file.name) != file:
+                if key in weight_map and root / weight_map[key] != file:
                     continue
                 if key in tensors:
                     problems.append(
@@ -167,7 +238,14 @@ def _open_part(name: str, root: Path, problems: list[str], has_tensors: bool) ->
         )
     if config is None:
         return None
-    return Part(name=name, root=root, config=config, tensors=tensors)
+    return Part(
+        name=name,
+        root=root,
+        config=config,
+        tensors=tensors,
+        config_name=layout.config,
+        weights_name=weights or "model",
+    )
 
 
 def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
@@ -185,15 +263,16 @@ def _read_index(file: Path, problems: list[str]) -> dict[str, str]:
     return {}
 
 
-def _files_without_index(root: Path, problems: list[str]) -> list[Path]:
+def _files_without_index(root: Path, weights: str, problems: list[str]) -> list[Path]:
     """The only weights file of a part without an index."""
-    file, shards = root / "model.safetensors", sorted(root.glob("*.safetensors"))
+    file, index = root / f"{weights}.safetensors", root / f"{weights}.safetensors.index.json"
+    shards = sorted(root.glob("*.safetensors"))
     others = [path.name for pattern in _OTHER_FORMATS for path in sorted(root.glob(pattern))]
-    if file.is_file() or (root / "model.safetensors.index.json").is_file():
+    if file.is_file() or index.is_file():
         return [file] if file.is_file() else []
     if shards:
         problems.append(
-            f"{root.name}: {len(shards)} shards, such as {shards[0].name}, but no model.safetensors.index.json: "
+            f"{root.name}: {len(shards)} shards, such as {shards[0].name}, but no {index.name}: "
             "copy it from the model's repository"
         )
         return []
@@ -233,6 +312,18 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{file}: holds {type(value).__name__}, expected a JSON object")
         return None
     return value
+
+
+def _read_pickle(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors of a pickle, which are memory-mapped for that."""
+    from mingc.dtypes import SAFETENSORS_NAMES
+    from mingc.export.pickled_weights import load_pickled
+
+    if pointer := lfs_problem(file):
+        raise CheckpointError(pointer)
+    for name, tensor in load_pickled(file).items():
+        dtype = SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype))
+        yield name, TensorEntry(file, dtype, tuple(tensor.shape))
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:

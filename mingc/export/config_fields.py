@@ -55,6 +55,9 @@ _COMMON = _fields(
     "tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache"
 ) | {"quantization_config": _Only((None,))}
 
+# Bookkeeping of diffusers.
+_DIFFUSERS = _fields("_class_name _diffusers_version _name_or_path")
+
 ROOT = (
     _COMMON | _fields("mlp_depth llm_config vision_config audio_config") | {"use_deepstack": _Only((False,))}
 )
@@ -156,6 +159,37 @@ VAE = (
     }
 )
 
+IMAGE_MLP = _fields("img_gen_scales diffusion_c_input_dim") | {
+    "dit_type": _Only(("zimage",)),
+    "use_identity_mlp": _Only((True,)),
+    "text_encoder_norm": _Only((True,)),
+}
+
+BYT5 = _fields("byt5_max_length") | {
+    "byt5_config": _fields("byt5_name byt5_ckpt_path font_ann_path color_ann_path")
+    | {
+        "special_token": _Only((True,)),
+        "color_special_token": _Only((True,)),
+        "font_special_token": _Only((True,)),
+        "multilingual": _Only((True,)),
+    },
+    "byt5_mapper_type": _Only(("T5EncoderBlockByT5Mapper",)),
+    "byt5_mapper_config": _fields("num_layers sdxl_channels"),
+}
+
+T5 = (
+    _COMMON
+    | _fields(
+        "d_model d_ff d_kv num_heads num_layers num_decoder_layers vocab_size layer_norm_epsilon dropout_rate "
+        "relative_attention_num_buckets relative_attention_max_distance classifier_dropout initializer_factor"
+    )
+    | {
+        "feed_forward_proj": _Only(("gated-gelu",)),
+        "dense_act_fn": _Only(("gelu_new",)),
+        "is_gated_act": _Only((True,)),
+    }
+)
+
 IMAGES = _fields(
     "auto_map min_pixels max_pixels patch_size temporal_patch_size merge_size image_mean image_std image_token "
     "video_token audio_token image_processor_type feature_extractor_type processor_class chunk_length dither "
@@ -169,6 +203,48 @@ IMAGES = _fields(
     "do_rescale": _Only((True,)),
     "do_resize": _Only((True,)),
 }
+
+IMAGE_DIT = _DIFFUSERS | {
+    **_fields(
+        "dim n_layers n_refiner_layers n_heads n_kv_heads in_channels cap_feat_dim norm_eps rope_theta axes_dims "
+        "axes_lens t_scale all_patch_size"
+    ),
+    "qk_norm": _Only((True,)),
+    "all_f_patch_size": _Only(([1],)),
+    "siglip_feat_dim": _Only((None,)),
+}
+
+SCHEDULER = _DIFFUSERS | {
+    **_fields("shift use_dynamic_shifting base_shift max_shift base_image_seq_len max_image_seq_len"),
+    "_class_name": _Only(("FlowMatchEulerDiscreteScheduler",)),
+    "num_train_timesteps": _Only((1000,)),
+    "time_shift_type": _Only(("exponential",)),
+    "shift_terminal": _Only((None,)),
+    **dict.fromkeys(
+        (
+            "invert_sigmas",
+            "stochastic_sampling",
+            "use_beta_sigmas",
+            "use_exponential_sigmas",
+            "use_karras_sigmas",
+        ),
+        _Only((False,)),
+    ),
+}
+
+IMAGE_VAE = _DIFFUSERS | {
+    **_fields(
+        "block_out_channels layers_per_block norm_num_groups latent_channels scaling_factor shift_factor "
+        "down_block_types up_block_types use_quant_conv use_post_quant_conv sample_size force_upcast"
+    ),
+    "act_fn": _Only(("silu",)),
+    "in_channels": _Only((3,)),
+    "out_channels": _Only((3,)),
+    "mid_block_add_attention": _Only((True,)),
+    "latents_mean": _Only((None,)),
+    "latents_std": _Only((None,)),
+}
+
 _TRAINING = ("lambda_", "disc", "loss", "mpd", "msd", "mrd")  # beginnings of fields of the VAE's training
 
 
@@ -199,8 +275,17 @@ def field_notes(checkpoint: Checkpoint) -> list[str]:
             ("talker/config.json", checkpoint.talker.config, TALKER),
             ("talker/llm/config.json", _read(checkpoint.talker.root / "llm" / "config.json"), QWEN2),
         ]
+    for name, rules in (("mlp", IMAGE_MLP), ("connector", QWEN2), ("byt5", BYT5)):
+        if name in checkpoint.parts:
+            part = checkpoint.parts[name]
+            sections.append((f"{name}/{part.config_name}", part.config, rules))
     if checkpoint.vae is not None:
         sections.append(("talker/vae/config.json", checkpoint.vae.config, VAE))
+    sections += [
+        (str(part.config_file.relative_to(checkpoint.root)), part.config, rules)
+        for name, rules in (("transformer", IMAGE_DIT), ("scheduler", SCHEDULER), ("image_vae", IMAGE_VAE))
+        if (part := checkpoint.parts.get(name)) is not None
+    ]
     return [
         f"{where}: {line}"
         for where, raw, rules in sections

@@ -98,7 +98,7 @@ def _weight_bytes(recipe: ExportRecipe, checkpoint: Checkpoint, stage: Stage, co
     quantization = recipe.quantization(stage.name)
     size = _DTYPE_BYTES[recipe.dtype] if quantization is None else _QUANTIZED_BYTES[quantization]
     used = {(source.part, name) for source in stage.weights(config, Shard()) for name in source.tensors}
-    count = sum(math.prod(getattr(checkpoint, part).tensors[name].shape) for part, name in used)
+    count = sum(math.prod(checkpoint.parts[part].tensors[name].shape) for part, name in used)
     return int(count * size)
 
 

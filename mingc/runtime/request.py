@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mingc.errors import ServeError
 from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
+from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION
 from mingc.prompts.tools import ToolUse
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 
@@ -178,7 +179,7 @@ class TranscriptionRequest:
 MAX_PICTURES = 10
 MAX_IMAGE_STEPS = 200
 MAX_GUIDANCE = 100.0
-MAX_IMAGE_SIDE = 8192
+MAX_IMAGE_SIDE = 8192  # of the size that is asked for
 MAX_PARTIAL_IMAGES = 3
 
 
@@ -186,14 +187,13 @@ MAX_PARTIAL_IMAGES = 3
 class ImageRequest:
     """A conversation to answer with pictures, which may change a picture of it. None selects the model's default.
 
-    The pictures get the bucket of the release nearest to the asked size, of the table of 512, 672 or 1024 that is
-    nearest to it (spec: imagegen.md §8). Without any size, a text gets a square one, and `reference` its own ratio.
+    A picture is drawn in the bucket of the `resolution` (see `mingc.prompts.picture_sizes`) whose ratio is nearest to
+    the asked one. Without a size or an aspect it is square, or has the ratio of the `reference`.
 
     Attributes:
         height, width: the size asked for, in pixels; both or neither.
         aspect: width / height, instead of a size.
-        resolution: selects the table; None: the asked size does, or 1024.
-        num_pictures: picture i is drawn with `seed` + i.
+        num_pictures: picture i is drawn with `seed` + i, all in batches of their own.
         seed: None: a random one; `ImageDone` has it.
         num_steps: evaluations of the sampler's schedule, 1 to `MAX_IMAGE_STEPS`.
         guidance: at most 1: none, which takes half the time.
@@ -208,7 +208,7 @@ class ImageRequest:
     height: int | None = None
     width: int | None = None
     aspect: float | None = None
-    resolution: int | None = None
+    resolution: int = DEFAULT_RESOLUTION
     num_pictures: int = 1
     seed: int | None = None
     num_steps: int | None = None

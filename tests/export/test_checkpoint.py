@@ -141,6 +141,40 @@ def test_a_broken_file_is_found_when_opened(change: Callable[[Path], None], says
     assert says in caught.value.message and caught.value.where == str(root)
 
 
+def test_the_folders_of_image_generation_are_parts(image_checkpoint: Path) -> None:
+    """Two shards of diffusers, a config without weights, and a folder that is called `vae` as the one of speech is."""
+    parts = open_checkpoint(image_checkpoint).parts
+    assert [*parts][3:] == ["mlp", "connector", "byt5", "transformer", "scheduler", "image_vae"]
+    folder = image_checkpoint / "transformer"
+    shards = {file: torch_file(file) for file in folder.glob("*.safetensors")}
+    assert len(shards) == 2
+    recorded = {name: (file, value) for file, values in shards.items() for name, value in values.items()}
+    assert parts["transformer"].tensors.keys() == recorded.keys()
+    for name, (file, value) in recorded.items():
+        assert parts["transformer"].tensors[name].file == file
+        assert torch.equal(parts["transformer"].read(name), value)
+    assert "encoder.conv_in.weight" in parts["image_vae"].tensors and not parts["scheduler"].tensors
+    with pytest.raises(CheckpointError, match="shift_terminal is missing") as caught:
+        parts["scheduler"].require("shift_terminal")
+    assert caught.value.where == str(image_checkpoint / "scheduler" / "scheduler_config.json")
+
+
+def test_a_lost_shard_or_folder_of_image_generation_is_named(image_checkpoint: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(image_checkpoint, tmp_path / "tiny"))
+    shutil.rmtree(root / "scheduler")
+    checkpoint = open_checkpoint(root)
+    assert "scheduler" not in checkpoint.parts and checkpoint.part("connector").tensors
+    with pytest.raises(CheckpointError, match="no scheduler/ folder"):
+        checkpoint.part("scheduler")
+    shard = root / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors"
+    shard.unlink()
+    (root / "connector" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="2 problem") as caught:
+        open_checkpoint(root)
+    assert f"transformer/{shard.name}: file is missing" in caught.value.message
+    assert "connector" in caught.value.message
+
+
 def test_all_broken_files_are_named_at_once(root: Path) -> None:
     truncate(root)
     spoil_config(root)

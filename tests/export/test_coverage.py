@@ -27,7 +27,7 @@ def changed(checkpoint: Checkpoint, *, without: str | None = None, **added: tupl
     entry = next(iter(tensors.values()))
     for name, shape in added.items():
         tensors[name] = TensorEntry(file=entry.file, dtype=entry.dtype, shape=shape)
-    return replace(checkpoint, main=replace(checkpoint.main, tensors=tensors))
+    return checkpoint.with_part(replace(checkpoint.main, tensors=tensors))
 
 
 def test_the_tiny_checkpoint_is_covered_with_a_note_on_what_is_left_out(checkpoint: Checkpoint) -> None:
@@ -73,7 +73,7 @@ def test_a_quantized_checkpoint_is_refused_as_such(has_scales: bool, checkpoint:
     tensors = {**checkpoint.main.tensors, name: replace(entry, dtype="F8_E4M3")}
     if has_scales:
         tensors[f"{name}_scale"] = TensorEntry(file=entry.file, dtype="F32", shape=(576,))
-    quantized = replace(checkpoint, main=replace(checkpoint.main, tensors=tensors))
+    quantized = checkpoint.with_part(replace(checkpoint.main, tensors=tensors))
     says = r"F8_E4M3, with 1 scales such as model\.lm_head" if has_scales else "F8_E4M3, without scales"
     with pytest.raises(CheckpointError, match=says) as caught:
         check(quantized)

@@ -11,7 +11,7 @@ import torch
 
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers
-from mingc.export.checkpoint import Checkpoint, Part, open_checkpoint
+from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.stage import TokenizerSource
 from mingc.export.stages import discover, find
@@ -35,17 +35,12 @@ def synthetic(configs: Path) -> Checkpoint:
     return open_synthetic(configs)
 
 
-def parts(checkpoint: Checkpoint) -> dict[str, Part]:
-    found = (checkpoint.main, checkpoint.talker, checkpoint.vae)
-    return {part.name: part for part in found if part is not None}
-
-
 def test_tensors_have_the_shapes_of_the_checkpoint(synthetic: Checkpoint) -> None:
     stages = list(discover().values())
     check_coverage(synthetic, {stage.name: stage.config(synthetic) for stage in stages}, stages)
-    real = parts(open_checkpoint(TINY))
-    assert set(parts(synthetic)) == set(real)
-    for name, part in parts(synthetic).items():
+    real = open_checkpoint(TINY).parts
+    assert set(synthetic.parts) == set(real)
+    for name, part in synthetic.parts.items():
         assert part.tensors
         for tensor, entry in part.tensors.items():
             assert entry.shape == real[name].tensors[tensor].shape, tensor

@@ -65,4 +65,4 @@ def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpo
         del inner[path[-1]]
     else:
         inner[path[-1]] = value
-    return replace(checkpoint, main=replace(checkpoint.main, config=values))
+    return checkpoint.with_part(replace(checkpoint.main, config=values))

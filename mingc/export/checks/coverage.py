@@ -8,7 +8,7 @@ from typing import Any
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import Shard, Stage, WeightSource
-from mingc.export.weights.loading import check_weights, part_of
+from mingc.export.weights.loading import check_weights
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALES = ("_scale", "_scale_inv", "_scales", ".scales", "_zero_point", ".qzeros", ".g_idx", "_absmax")
@@ -28,7 +28,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
     """
     problems: list[str] = []
     notes: list[str] = []
-    used: dict[str, set[str]] = {"main": set(), "talker": set(), "vae": set()}
+    used: dict[str, set[str]] = {}
     ignored: list[tuple[str, str, str]] = []
     for stage in known:
         if not stage.is_present(checkpoint):
@@ -36,14 +36,14 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
         config = configs.get(stage.name) or stage.config(checkpoint)
         sources = stage.weights(config, Shard())
         for source in sources:
-            used[source.part].update(source.tensors)
+            used.setdefault(source.part, set()).update(source.tensors)
         if stage.name in configs:
             _refuse_quantized(checkpoint, sources)
             problems.extend(check_weights(checkpoint, sources))
         ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
     counts: dict[tuple[str, str, str], int] = {}
     for part_name, names in used.items():
-        part = getattr(checkpoint, part_name)
+        part = checkpoint.parts.get(part_name)
         for name in part.tensors if part is not None else ():
             if name in names:
                 continue
@@ -72,7 +72,7 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
 def _refuse_quantized(checkpoint: Checkpoint, sources: Iterable[WeightSource]) -> None:
     """Raises: CheckpointError when a tensor that is used has no floating-point dtype of 16 bits or more."""
     for source in sources:
-        part = part_of(checkpoint, source.part)
+        part = checkpoint.parts.get(source.part)
         if part is None:
             continue
         for name in source.tensors:

@@ -66,7 +66,7 @@ def _declare_tensors(plain: Checkpoint) -> Checkpoint:
         "spk_head.weight": (hidden, _SPEAKER_VECTOR),
     }
     tensors = {name: TensorEntry(plain.root, "BF16", shape) for name, shape in shapes.items()}
-    return replace(plain, talker=replace(talker, tensors=tensors))
+    return plain.with_part(replace(talker, tensors=tensors))
 
 
 def open_synthetic(configs: Path, device: str = "cpu", *, seed: int = 0) -> Checkpoint:
@@ -77,7 +77,7 @@ def open_synthetic(configs: Path, device: str = "cpu", *, seed: int = 0) -> Chec
     Raises: CheckpointError when a config is missing or lacks a key.
     """
     plain = _declare_tensors(open_configs(configs))
-    tensors: dict[str, dict[str, TensorEntry]] = {"main": {}, "talker": {}, "vae": {}}
+    tensors: dict[str, dict[str, TensorEntry]] = {name: {} for name in plain.parts}
     notes = [
         *plain.notes,
         "weights are random: use the artifact for benchmarking only, its output is meaningless",
@@ -92,19 +92,17 @@ def open_synthetic(configs: Path, device: str = "cpu", *, seed: int = 0) -> Chec
             for name, shape in zip(source.tensors, source.shapes, strict=True):
                 tensors[source.part][name] = TensorEntry(configs, "BF16", tuple(shape))
 
-    def part(given: Part | None) -> SyntheticPart | None:
-        if given is None:
-            return None
-        return SyntheticPart(
-            given.name, given.root, given.config, tensors[given.name], device=device, seed=seed
+    parts = {
+        name: SyntheticPart(
+            name,
+            part.root,
+            part.config,
+            tensors[name],
+            part.config_name,
+            part.weights_name,
+            device=device,
+            seed=seed,
         )
-
-    main = part(plain.main)
-    assert main is not None
-    return Checkpoint(
-        root=plain.root,
-        main=main,
-        talker=part(plain.talker),
-        vae=part(plain.vae),
-        notes=tuple(notes),
-    )
+        for name, part in plain.parts.items()
+    }
+    return Checkpoint(root=plain.root, parts=parts, notes=tuple(notes))

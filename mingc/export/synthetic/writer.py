@@ -27,6 +27,7 @@ BUILT_IN = {
     "tiny": _CHECKOUT / "tests" / "data" / "tiny-ming",
 }
 _SHARD_BYTES = 4 << 30
+_FLOAT32 = ("talker", "vae")  # parts that the release stores in float32
 _WEIGHTS = (".safetensors", ".index.json")
 
 
@@ -83,12 +84,9 @@ def synthesize(
             _write_tokenizers(checkpoint, work, log)
             sizes: list[int] = []
             tensors = 0
-            for part, dtype in (
-                (checkpoint.main, torch.bfloat16),
-                (checkpoint.talker, torch.float32),
-                (checkpoint.vae, torch.float32),
-            ):
-                if part is not None:
+            for part in checkpoint.parts.values():
+                if part.tensors:
+                    dtype = torch.float32 if part.name in _FLOAT32 else torch.bfloat16
                     sizes += _write_part(part, dtype, log)
                     tensors += len(part.tensors)
             work.rename(output)
@@ -172,13 +170,16 @@ def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> l
     total, sizes, index = len(shards), [], {}
     is_single = total == 1 and part.name != "main"
     for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if is_single else f"model-{number:05}-of-{total:05}.safetensors"
+        stem = part.weights_name
+        file = f"{stem}.safetensors" if is_single else f"{stem}-{number:05}-of-{total:05}.safetensors"
         log(f"{part.name}: {file}")
         sizes.append(_write_shard(part, names, dtype, part.root / file))
         index.update(dict.fromkeys(names, file))
     if not is_single:
         document = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
-        (part.root / "model.safetensors.index.json").write_text(json.dumps(document, indent=1) + "\n")
+        (part.root / f"{part.weights_name}.safetensors.index.json").write_text(
+            json.dumps(document, indent=1) + "\n"
+        )
     return sizes
 
 

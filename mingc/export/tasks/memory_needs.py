@@ -18,7 +18,7 @@ from mingc.dtypes import torch_dtype
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.stage import GraphDef, Shard, Stage, WeightSource
-from mingc.export.weights.loading import part_of, stored_meta_module
+from mingc.export.weights.loading import stored_meta_module
 
 # CUDA context, library workspaces and loaded kernels of a process, also while it is idle.
 PROCESS_DEVICE = 1 << 30
@@ -118,7 +118,7 @@ def _tensor_bytes(recipe: ExportRecipe, graph: GraphDef) -> int:
 
 def _exact_bytes(checkpoint: Checkpoint, source: WeightSource) -> int:
     """Bytes of a weight in the float32 reference, which keeps routed experts in the checkpoint's dtype."""
-    part = part_of(checkpoint, source.part)
+    part = checkpoint.parts.get(source.part)
     entry = part.tensors.get(source.tensors[0]) if part is not None and source.tensors else None
     is_routed = source.quantizable == "experts" and len(source.tensors) > 2
     return _count(source) * (_ITEM_BYTES.get(entry.dtype, 4) if is_routed and entry is not None else 4)

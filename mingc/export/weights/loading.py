@@ -19,8 +19,8 @@ from torch import nn
 from mingc.artifacts.artifact import writing
 from mingc.artifacts.spec import Quantization, join_path
 from mingc.dtypes import SAFETENSORS_NAMES
-from mingc.errors import CheckpointError, ExportError
-from mingc.export.checkpoint import Checkpoint, Part
+from mingc.errors import ExportError
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import Shard, Stage, WeightSource
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 
@@ -31,7 +31,7 @@ def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> li
     """One line per tensor that the sources need and the checkpoint lacks or holds in another shape."""
     problems = []
     for source in sources:
-        part = part_of(checkpoint, source.part)
+        part = checkpoint.parts.get(source.part)
         for name, shape in zip(source.tensors, source.shapes, strict=True):
             entry = part.tensors.get(name) if part else None
             if entry is None:
@@ -41,12 +41,6 @@ def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> li
                     f"misshaped: {source.part}: {name} is {list(entry.shape)}, expected {list(shape)}"
                 )
     return problems
-
-
-def part_of(checkpoint: Checkpoint, name: str) -> Part | None:
-    """The part of this name (main, talker or vae); None if the checkpoint lacks it."""
-    part: Part | None = getattr(checkpoint, name)
-    return part
 
 
 def write_weights(
@@ -87,7 +81,7 @@ def write_weights(
     with writing(path, end), path.open("wb") as file:
         file.write(header)
         for source in sources:
-            value = _compute(checkpoint, source, stage.name)
+            value = _compute(checkpoint, source)
             tensors = stored_tensors(source, value, quantization, dtypes[source.name], device)
             del value
             for name, value in tensors.items():
@@ -159,10 +153,8 @@ def _stored_dtypes(
     return dtypes
 
 
-def _compute(checkpoint: Checkpoint, source: WeightSource, stage: str) -> torch.Tensor:
-    part = part_of(checkpoint, source.part)
-    if part is None:
-        raise CheckpointError(f"part {source.part} is missing", where=f"{stage}: {source.name}")
+def _compute(checkpoint: Checkpoint, source: WeightSource) -> torch.Tensor:
+    part = checkpoint.part(source.part)
     try:
         return source.compute(*[part.read(name) for name in source.tensors])
     finally:
@@ -200,7 +192,7 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
     tensors = {}
     for source in stage.weights(config, Shard()):
         if _is_within(source.name, submodule):
-            value = _compute(checkpoint, source, stage.name)
+            value = _compute(checkpoint, source)
             is_kept = _is_routed(source, value) or not value.is_floating_point()
             tensors[source.name] = value if is_kept else value.float()
     return _fill(module, submodule, tensors)

@@ -1,0 +1,255 @@
+"""Sampler of pictures: the caption's rows once a picture, then the velocity of its latents once a step.
+
+The steps themselves are the runtime's: it guides, integrates and can be stopped between two of them. Latents, times and
+velocities are float32; the networks run in the recipe's dtype (spec: imagegen.md §4, §5, §9).
+
+Shape letters: B sequences (with guidance two a picture), N tokens of the picture, K rows of the caption, P values of a
+token, C width of a caption row, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingc.artifacts.parameters import ImageDitParameters
+from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
+from mingc.artifacts.stage_graph import Edge
+from mingc.dtypes import dtype_name
+from mingc.errors import CheckpointError
+from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.config_fields import IMAGE_DIT, SCHEDULER, check_fields
+from mingc.export.layers.image_transformer import (
+    ImageTransformer,
+    ImageTransformerConfig,
+    image_transformer_weights,
+)
+from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
+
+_PART = "transformer"
+_MULTIPLE = 32  # tokens of picture and caption are padded to multiples of this, in the reference
+_MAX_TOKENS = 16384  # a picture of 2048 × 2048, or two frames of a smaller one
+# Default arguments of the reference.
+_NUM_STEPS = 30
+_GUIDANCE = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageDitConfig:
+    """Geometry of the transformer and the schedule of times."""
+
+    transformer: ImageTransformerConfig
+    num_train_steps: int
+    shift: float
+    is_shift_dynamic: bool
+    dynamic_tokens: tuple[int, int]
+    dynamic_shifts: tuple[float, float]
+
+    @property
+    def max_caption_rows(self) -> int:
+        """The caption begins at position 1, and two frames follow it on the same axis."""
+        return (self.transformer.axes_lens[0] - 3) // _MULTIPLE * _MULTIPLE
+
+
+class ImageDitStage(Stage):
+    """The stage `image_dit`, which is not sharded."""
+
+    name = "image_dit"
+    policy = "loop"
+    edges = (Edge("image_dit", "image_vae", "latents"),)
+    quantizations = ("fp8",)
+
+    def is_present(self, checkpoint: Checkpoint) -> bool:
+        return _PART in checkpoint.parts
+
+    def config(self, checkpoint: Checkpoint) -> ImageDitConfig:
+        schedule = checkpoint.part("scheduler")
+        check_fields(schedule.config, SCHEDULER, str(schedule.config_file))
+
+        def value(key: str, default: float) -> float:
+            return float(schedule.config.get(key, default))
+
+        config = ImageDitConfig(
+            transformer=_transformer_config(checkpoint.part(_PART)),
+            num_train_steps=int(schedule.require("num_train_timesteps")),
+            shift=float(schedule.require("shift")),
+            is_shift_dynamic=bool(schedule.require("use_dynamic_shifting")),
+            # The defaults of the reference's scheduler.
+            dynamic_tokens=(int(value("base_image_seq_len", 256)), int(value("max_image_seq_len", 4096))),
+            dynamic_shifts=(value("base_shift", 0.5), value("max_shift", 1.15)),
+        )
+        if config.dynamic_tokens[0] >= config.dynamic_tokens[1] or config.shift <= 0:
+            raise CheckpointError(
+                f"base_image_seq_len {config.dynamic_tokens[0]} must be less than max_image_seq_len "
+                f"{config.dynamic_tokens[1]}, and shift {config.shift} positive",
+                where=str(schedule.config_file),
+            )
+        return config
+
+    def build(self, config: ImageDitConfig, shard: Shard) -> nn.Module:
+        return ImageTransformer(config.transformer)
+
+    def weights(self, config: ImageDitConfig, shard: Shard) -> Sequence[WeightSource]:
+        return image_transformer_weights(config.transformer, part=_PART)
+
+    def graphs(self, config: ImageDitConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
+        return [_caption_graph(config, options), _velocity_graph(config, options)]
+
+    def parameters(self, config: ImageDitConfig, options: StageOptions) -> ImageDitParameters:
+        transformer = config.transformer
+        frames, rows, columns = transformer.axes_lens
+        return ImageDitParameters(
+            latent_channels=transformer.latent_channels,
+            patch_size=transformer.patch_size,
+            token_multiple=_MULTIPLE,
+            caption_width=transformer.caption_width,
+            hidden_size=transformer.hidden_size,
+            feed_forward_size=transformer.feed_forward_size,
+            max_positions=(frames, rows, columns),
+            num_train_steps=config.num_train_steps,
+            shift=config.shift,
+            is_shift_dynamic=config.is_shift_dynamic,
+            dynamic_tokens=config.dynamic_tokens,
+            dynamic_shifts=config.dynamic_shifts,
+            num_steps=_NUM_STEPS,
+            guidance=_GUIDANCE,
+        )
+
+
+def _transformer_config(part: Part) -> ImageTransformerConfig:
+    where = str(part.config_file)
+    check_fields(part.config, IMAGE_DIT, where)
+    width, heads = int(part.require("dim")), int(part.require("n_heads"))
+    axes_dims = tuple(int(size) for size in part.require("axes_dims"))
+    axes_lens = tuple(int(size) for size in part.require("axes_lens"))
+    patches = part.require("all_patch_size")
+    problems = [
+        message
+        for is_wrong, message in (
+            (width % heads, f"dim {width} does not divide into n_heads {heads}"),
+            (part.require("n_kv_heads") != heads, f"n_kv_heads differs from n_heads {heads}"),
+            (len(axes_dims) != 3 or len(axes_lens) != 3, "axes_dims and axes_lens must have 3 values each"),
+            (any(size % 2 for size in axes_dims), f"axes_dims {list(axes_dims)} must be even"),
+            (
+                sum(axes_dims) * heads != width,
+                f"axes_dims {list(axes_dims)} must add up to dim / n_heads, {width / heads:g}",
+            ),
+            (
+                min(axes_lens, default=0) < 2 * _MULTIPLE,
+                f"axes_lens {list(axes_lens)} must be {2 * _MULTIPLE} or more",
+            ),
+            (len(patches) != 1 or min(patches) < 1, f"all_patch_size {patches} must be one size"),
+        )
+        if is_wrong
+    ]
+    if problems:
+        raise CheckpointError("; ".join(problems), where=where)
+    return ImageTransformerConfig(
+        num_layers=int(part.require("n_layers")),
+        num_refiner_layers=int(part.require("n_refiner_layers")),
+        hidden_size=width,
+        num_heads=heads,
+        latent_channels=int(part.require("in_channels")),
+        patch_size=int(patches[0]),
+        caption_width=int(part.require("cap_feat_dim")),
+        eps=float(part.require("norm_eps")),
+        rope_theta=float(part.require("rope_theta")),
+        axes_dims=axes_dims,
+        axes_lens=axes_lens,
+        time_scale=float(part.require("t_scale")),
+    )
+
+
+def _dims(config: ImageDitConfig, options: StageOptions) -> dict[str, Dim]:
+    """Dims without buckets: one engine takes every size, on every target."""
+    return {
+        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch),
+        "N": Dim(name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE),
+        "K": Dim(name="K", minimum=_MULTIPLE, maximum=config.max_caption_rows, multiple=_MULTIPLE),
+    }
+
+
+def _caption_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
+    transformer = config.transformer
+    dims = _dims(config, options)
+
+    def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        rows = torch.randn(sizes["B"], sizes["K"], transformer.caption_width, generator=generator)
+        return {"rows": F.normalize(rows, dim=-1), "is_pad": torch.arange(sizes["K"]) >= sizes["K"] - 5}
+
+    spec = GraphSpec(
+        name="caption",
+        inputs=(
+            TensorSpec(name="rows", dtype="float32", shape=("B", "K", transformer.caption_width)),
+            TensorSpec(name="is_pad", dtype="bool", shape=("K",)),
+        ),
+        outputs=(
+            TensorSpec(
+                name="caption", dtype=dtype_name(options.dtype), shape=("B", "K", transformer.hidden_size)
+            ),
+        ),
+        dims=(dims["B"], dims["K"]),
+    )
+    return GraphDef(
+        spec=spec,
+        method="caption",
+        example=example,
+        trace_dims={"B": 2, "K": 3 * _MULTIPLE},
+        check_dims={"B": 2, "K": 2 * _MULTIPLE},
+    )
+
+
+def _velocity_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
+    transformer = config.transformer
+    dims = _dims(config, options)
+    columns = 8  # of the example's picture
+
+    def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        batch, tokens, rows = sizes["B"], sizes["N"], sizes["K"]
+        is_pad = torch.arange(tokens) >= tokens - columns
+        index = torch.arange(tokens).where(~is_pad, 0)
+        frame = torch.where(is_pad, 0, rows + 1)
+        caption = torch.randn(batch, rows, transformer.hidden_size, generator=generator)
+        return {
+            "latents": torch.randn(batch, tokens, transformer.token_values, generator=generator),
+            "positions": torch.stack(
+                (frame, index // columns % transformer.axes_lens[1], index % columns), 1
+            ),
+            "is_pad": is_pad,
+            "caption": caption.to(options.dtype),
+            "time": torch.rand(batch, generator=generator),
+        }
+
+    def tokens(name: str) -> TensorSpec:
+        return TensorSpec(name=name, dtype="float32", shape=("B", "N", transformer.token_values))
+
+    spec = GraphSpec(
+        name="velocity",
+        inputs=(
+            tokens("latents"),
+            # Row or frame, row and column of each token (§4.5): (caption rows + 1 + frame, row, column), of pads zeros.
+            TensorSpec(name="positions", dtype="int64", shape=("N", 3)),
+            TensorSpec(name="is_pad", dtype="bool", shape=("N",)),
+            TensorSpec(
+                name="caption", dtype=dtype_name(options.dtype), shape=("B", "K", transformer.hidden_size)
+            ),
+            TensorSpec(name="time", dtype="float32", shape=("B",)),  # 1 - σ
+        ),
+        outputs=(tokens("velocity"),),
+        dims=(dims["B"], dims["N"], dims["K"]),
+    )
+    return GraphDef(
+        spec=spec,
+        method="velocity",
+        example=example,
+        trace_dims={"B": 2, "N": 5 * _MULTIPLE, "K": 3 * _MULTIPLE},
+        check_dims={"B": 2, "N": 2 * _MULTIPLE, "K": _MULTIPLE},
+        compile_cost=2,
+    )
+
+
+STAGE = ImageDitStage()
