@@ -124,9 +124,7 @@ class ImageLoop(EngineThread):
         with self._lock:
             self._check_room()
             job = next(self._ids)
-            self._jobs[job] = _Job(
-                drawing, seeds, batch_size, asked, num_partials, priority, emit, recorder
-            )
+            self._jobs[job] = _Job(drawing, seeds, batch_size, asked, num_partials, priority, emit, recorder)
             self._notify()
         return job
 
@@ -202,9 +200,7 @@ class ImageLoop(EngineThread):
             height, width = job.asked
             for index in indices:
                 pixels = self.worker.decode(batch, index - running.first)
-                job.emit(
-                    PartialImage(index=index, number=number, pixels=pixels, height=height, width=width)
-                )
+                job.emit(PartialImage(index=index, number=number, pixels=pixels, height=height, width=width))
 
     def _finish_picture(self, running: _Running) -> None:
         batch, job, place = running.batch, running.job, running.num_done

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from mingc.errors import RequestError
-from mingc.prompts.picture_sizes import MAX_ASPECT, Size, nearest_size, resolution_of
+from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, MAX_ASPECT, Size, nearest_size, resolution_of
 from mingc.runtime.request import ServiceInfo
 from mingc.server.http.field_errors import as_integer, invalid, shorten
 from mingc.server.http.request_schemas import DrawingFields
@@ -40,7 +40,7 @@ def read_drawing(*sources: tuple[str, Struct]) -> dict[str, Any]:
     return {
         "height": height,
         "width": width,
-        "resolution": None if asked is None else resolution_of(asked),
+        "resolution": (asked and resolution_of(asked)) or DEFAULT_RESOLUTION,
         "aspect": aspect,
         "seed": _seed(fields),
         "num_steps": fields.integer("num_inference_steps"),

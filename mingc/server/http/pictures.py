@@ -15,7 +15,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, Message, TextPart
-from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION
 from mingc.runtime.request import (
     Done,
     ImageDone,
@@ -145,7 +144,7 @@ def _parsed(
 
 def most_tokens(request: ImageRequest) -> int:
     """About how many tokens the pictures of a request have."""
-    return request.num_pictures * (request.resolution or DEFAULT_RESOLUTION) ** 2 // 256
+    return request.num_pictures * request.resolution**2 // 256
 
 
 class ImageTokens(Struct, kw_only=True, forbid_unknown_fields=True):

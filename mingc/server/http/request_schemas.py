@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Raw, Struct, defstruct, field, json
 
-from mingc.runtime.request import MAX_GUIDANCE, MAX_IMAGE_STEPS, MAX_PARTIAL_IMAGES, MAX_PICTURES
+from mingc.runtime.request import (
+    MAX_GUIDANCE,
+    MAX_IMAGE_SIDE,
+    MAX_IMAGE_STEPS,
+    MAX_PARTIAL_IMAGES,
+    MAX_PICTURES,
+)
 from mingc.server.audio_format import MAX_RATE, MIN_RATE
 from mingc.server.http.body import MediaString
 from mingc.server.http.forms import File
@@ -77,7 +83,7 @@ _STEPS = Meta(ge=1, le=MAX_IMAGE_STEPS)
 _NUM_PICTURES = Meta(ge=1, le=MAX_PICTURES)
 _NUM_PARTIALS = Meta(ge=0, le=MAX_PARTIAL_IMAGES)
 _PERCENT = Meta(ge=0, le=100)
-_SIDE = Meta(ge=1, le=99_999)
+_SIDE = Meta(ge=1, le=MAX_IMAGE_SIDE)
 Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
 MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
 TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
