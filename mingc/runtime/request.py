@@ -224,10 +224,12 @@ class ImageRequest:
 class Usage:
     """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`.
 
-    `image_tokens`: of the drawn pictures, one for 16 × 16 pixels.
+    `image_tokens`: of the drawn pictures, one for 16 × 16 pixels; for these, `prompt_image_tokens` of the prompt are
+    pictures.
     """
 
     prompt_tokens: int = 0
+    prompt_image_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     audio_patches: int = 0

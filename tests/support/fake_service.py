@@ -22,7 +22,7 @@ from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, TextPart
 from mingc.prompts.media_decoder import MediaTask, SpeechSegment
-from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, bucket, drawn_size, size_of_aspect
+from mingc.prompts.picture_sizes import bucket, drawn_size, size_of_aspect
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import answer_start
 from mingc.runtime.request import (
@@ -219,12 +219,11 @@ class FakeService:
         """Pictures of one colour each, (seed, index, 0); an unfinished state is black."""
         self.drawings.append(request)
         text = " ".join(message.text for message in request.messages)
-        resolution = request.resolution or DEFAULT_RESOLUTION
         if request.height is None or request.width is None:
             asked = size_of_aspect(request.aspect)
         else:
             asked = request.height, request.width
-        inner = bucket(asked, resolution)
+        inner = bucket(asked, request.resolution)
         height, width = drawn_size(asked, inner)
         made: list[ImageEvent] = []
         for index in range(request.num_pictures):
