@@ -123,6 +123,26 @@ class VaeParameters:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImageConditionParameters:
+    """Learned queries of a picture's prompt and the rows made of their hidden rows (spec: imagegen.md §1).
+
+    The stage's weight `queries` has the learned rows of all scales, (sum of `num_queries`, thinker's width).
+    """
+
+    num_queries: tuple[int, ...]  # of each scale; the last ones are the condition
+    width: int  # of a row of the condition
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlyphParameters:
+    """Text that a picture shall show (spec: imagegen.md §2.2)."""
+
+    max_length: int  # ids of a text, and rows made of them
+    width: int  # of a row
+    added_tokens: tuple[str, ...]  # behind those of ByT5, in the order of their ids
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ImageDitParameters:
     """Tokens, positions and schedule of the sampler of pictures (spec: imagegen.md §4, §5)."""
 
@@ -163,6 +183,8 @@ BUILT_IN: Mapping[str, type[Any]] = MappingProxyType(
         "talker": TalkerParameters,
         "cfm": CfmParameters,
         "audio_vae": VaeParameters,
+        "image_condition": ImageConditionParameters,
+        "glyph": GlyphParameters,
         "image_dit": ImageDitParameters,
         "image_vae": ImageVaeParameters,
     }

@@ -111,6 +111,10 @@ class StageGraph:
             None,
         )
 
+    def consumer(self, source: str, port: str) -> str | None:
+        """The first stage that takes an output of `source` as its `port`; None when no stage does."""
+        return next((edge.target for edge in self.edges if (edge.source, edge.port) == (source, port)), None)
+
     def consumers(self, source: str) -> tuple[str, ...]:
         """The stages, or the client, that take an output of `source`."""
         return tuple(dict.fromkeys(edge.target for edge in self.edges if edge.source == source))

@@ -53,13 +53,17 @@ class Part:
         """
         from safetensors import safe_open
 
+        from mingc.export.pickled_weights import load_pickled
+
         entry = self.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"tensor {name} is missing", where=f"{self.name}: {self.root}")
         handle = self._open.get(entry.file)
         if handle is None:
-            handle = self._open[entry.file] = safe_open(entry.file, framework="pt")
-        tensor: torch.Tensor = handle.get_tensor(name)
+            is_pickle = entry.file.suffix == ".pt"
+            handle = load_pickled(entry.file) if is_pickle else safe_open(entry.file, framework="pt")
+            self._open[entry.file] = handle
+        tensor: torch.Tensor = handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
         return tensor
 
     def close(self) -> None:
@@ -86,12 +90,13 @@ class Part:
 class _Layout:
     """Where the files of a part are: its folder, the name of its config, and the stem of its weights files.
 
-    A part without a stem has no safetensors.
+    A part without a stem has no safetensors. `pickles`: weights files that the release has as pickles.
     """
 
     folder: str
     config: str = "config.json"
     weights: str | None = "model"
+    pickles: tuple[str, ...] = ()
 
 
 _LAYOUTS = {
@@ -101,7 +106,7 @@ _LAYOUTS = {
     # Image generation.
     "mlp": _Layout("mlp"),
     "connector": _Layout("connector"),
-    "byt5": _Layout("byt5", "byt5.json", None),
+    "byt5": _Layout("byt5", "byt5.json", None, ("byt5_model/byt5_model.pt", "byt5_mapper/byt5_mapper.pt")),
     "transformer": _Layout("transformer", weights="diffusion_pytorch_model"),
     "scheduler": _Layout("scheduler", "scheduler_config.json", None),
     "image_vae": _Layout("vae", weights="diffusion_pytorch_model"),
@@ -206,6 +211,8 @@ def _open_part(name: str, layout: _Layout, root: Path, problems: list[str], has_
         weight_map = _read_index(root / f"{weights}.safetensors.index.json", problems)
         files = sorted({root / file for file in weight_map.values()})
         files = files or _files_without_index(root, weights, problems)
+    if has_tensors:
+        files += [root / file for file in layout.pickles]
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         shown = file.relative_to(root.parent)
@@ -213,9 +220,9 @@ def _open_part(name: str, layout: _Layout, root: Path, problems: list[str], has_
             problems.append(f"{shown}: file is missing")
             continue
         try:
-            for key, entry in _read_header(file):
+            for key, entry in _read_pickle(file) if file.suffix == ".pt" else _read_header(file):
                 # Of a tensor in several shards the index selects one, as the reference reads it.
-                if root / weight_map.get(key, file.name) != file:
+                if key in weight_map and root / weight_map[key] != file:
                     continue
                 if key in tensors:
                     problems.append(
@@ -305,6 +312,18 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{file}: holds {type(value).__name__}, expected a JSON object")
         return None
     return value
+
+
+def _read_pickle(file: Path) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors of a pickle, which are memory-mapped for that."""
+    from mingc.dtypes import SAFETENSORS_NAMES
+    from mingc.export.pickled_weights import load_pickled
+
+    if pointer := lfs_problem(file):
+        raise CheckpointError(pointer)
+    for name, tensor in load_pickled(file).items():
+        dtype = SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype))
+        yield name, TensorEntry(file, dtype, tuple(tensor.shape))
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, TensorEntry]]:

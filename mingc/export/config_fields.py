@@ -159,6 +159,37 @@ VAE = (
     }
 )
 
+IMAGE_MLP = _fields("img_gen_scales diffusion_c_input_dim") | {
+    "dit_type": _Only(("zimage",)),
+    "use_identity_mlp": _Only((True,)),
+    "text_encoder_norm": _Only((True,)),
+}
+
+BYT5 = _fields("byt5_max_length") | {
+    "byt5_config": _fields("byt5_name byt5_ckpt_path font_ann_path color_ann_path")
+    | {
+        "special_token": _Only((True,)),
+        "color_special_token": _Only((True,)),
+        "font_special_token": _Only((True,)),
+        "multilingual": _Only((True,)),
+    },
+    "byt5_mapper_type": _Only(("T5EncoderBlockByT5Mapper",)),
+    "byt5_mapper_config": _fields("num_layers sdxl_channels"),
+}
+
+T5 = (
+    _COMMON
+    | _fields(
+        "d_model d_ff d_kv num_heads num_layers num_decoder_layers vocab_size layer_norm_epsilon dropout_rate "
+        "relative_attention_num_buckets relative_attention_max_distance classifier_dropout initializer_factor"
+    )
+    | {
+        "feed_forward_proj": _Only(("gated-gelu",)),
+        "dense_act_fn": _Only(("gelu_new",)),
+        "is_gated_act": _Only((True,)),
+    }
+)
+
 IMAGES = _fields(
     "auto_map min_pixels max_pixels patch_size temporal_patch_size merge_size image_mean image_std image_token "
     "video_token audio_token image_processor_type feature_extractor_type processor_class chunk_length dither "
@@ -244,6 +275,10 @@ def field_notes(checkpoint: Checkpoint) -> list[str]:
             ("talker/config.json", checkpoint.talker.config, TALKER),
             ("talker/llm/config.json", _read(checkpoint.talker.root / "llm" / "config.json"), QWEN2),
         ]
+    for name, rules in (("mlp", IMAGE_MLP), ("connector", QWEN2), ("byt5", BYT5)):
+        if name in checkpoint.parts:
+            part = checkpoint.parts[name]
+            sections.append((f"{name}/{part.config_name}", part.config, rules))
     if checkpoint.vae is not None:
         sections.append(("talker/vae/config.json", checkpoint.vae.config, VAE))
     sections += [

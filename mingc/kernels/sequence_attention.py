@@ -1,4 +1,4 @@
-"""Causal attention over a whole sequence without a cache, with an optional sliding window. Torch only."""
+"""Attention over a whole sequence without a cache: causal, with an optional sliding window, or to all. Torch only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None) -> Tensor:
+def sequence_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None, *, is_causal: bool = True
+) -> Tensor:
     """Attend with T tokens, each to itself and the `window - 1` tokens before it (None: all).
+
+    Without `is_causal` each attends to all tokens, those after it included; there is no window then.
 
     Args:
         qkv: (T, (Hq + 2 Hk) d), queries | keys | values, with biases, before rotary embedding.
@@ -23,16 +27,19 @@ def sequence_attention(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, win
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
 
-    index = torch.arange(tokens, device=qkv.device)
-    visible = index <= index.unsqueeze(1)
-    if window is not None:
-        visible = visible & (index > index.unsqueeze(1) - window)
+    mask = None
+    if is_causal:
+        index = torch.arange(tokens, device=qkv.device)
+        visible = index <= index.unsqueeze(1)
+        if window is not None:
+            visible = visible & (index > index.unsqueeze(1) - window)
+        mask = visible[None, None]
     groups = heads // kv_heads
     shape = (kv_heads, groups, tokens, size)
     context = F.scaled_dot_product_attention(
         rotated[:, :heads].view(tokens, kv_heads, groups, size).permute(1, 2, 0, 3),
         rotated[:, heads:].transpose(0, 1).unsqueeze(1).expand(shape),
         packed[:, heads + kv_heads :].transpose(0, 1).unsqueeze(1).expand(shape),
-        attn_mask=visible[None, None],
+        attn_mask=mask,
     )
     return context.permute(2, 0, 1, 3).reshape(tokens, heads * size)

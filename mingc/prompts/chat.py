@@ -36,7 +36,7 @@ from mingc.prompts.media_decoder import (
     TurnRules,
 )
 from mingc.prompts.positions import compute_positions
-from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt, PromptWriter
+from mingc.prompts.prompt_writer import MediaFeatures, PicturePrompt, PreparedPrompt, PromptWriter
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD, ThinkerPrompt
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.tools import Tool, ToolTokens, find_tool_tokens, tool_block
@@ -127,9 +127,42 @@ class ChatProcessor:
 
         Raises: RequestError naming the message or its part, or when the prompt leaves no room for an answer.
         """
+        writer = self._write_with_media(messages, tools, video or VideoParams(), thinking)
+        writer.text(answer)
+        writer.close()
+        return self._finish(writer)
+
+    def prepare_picture(
+        self, messages: Sequence[Message], *, num_queries: Sequence[int], video: VideoParams | None = None
+    ) -> PicturePrompt:
+        """Write the prompt of a picture: as of an answer, then a block of so many learned rows for each scale.
+
+        The hidden rows of the last block are the answer (`ThinkerPrompt.queries`). `media_embeds` of the prompt end
+        with the learned rows of all blocks; `text` is what `glyph_text` reads (spec: imagegen.md §1, §2.1).
+
+        Raises: as `prepare`.
+        """
+        num_tokens = sum(count + 2 for count in num_queries)
+        writer = self._write_with_media(messages, (), video or VideoParams(), False, num_tokens)
+        for count in num_queries:
+            writer.query_block(count)
+        said = (
+            each if isinstance(each, str) else self._tokenizer.decode(each, skip_special_tokens=False)
+            for each in writer.said
+        )
+        return PicturePrompt(self._finish(writer), "".join(said))
+
+    def _write_with_media(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        video: VideoParams,
+        thinking: bool,
+        num_reserved: int = 0,
+    ) -> PromptWriter:
+        """Write a conversation with its media, so that `num_reserved` tokens may follow. Raises: as `prepare` does."""
         check_messages(messages)
         self._check_length(messages, tools)
-        video = video or VideoParams()
         left = _Left(
             num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
             num_tokens=0,
@@ -142,11 +175,8 @@ class ChatProcessor:
         )
         if left.num_media:
             num_text = len(self._write(messages, tools, thinking, lambda part: ()).ids)
-            left.num_tokens = self._max_tokens - 1 - num_text - _BLOCK_TOKENS * left.num_media
-        writer = self._write(messages, tools, thinking, lambda part: self._features(part, video, left))
-        writer.text(answer)
-        writer.close()
-        return self._finish(writer)
+            left.num_tokens = self._max_tokens - 1 - num_text - num_reserved - _BLOCK_TOKENS * left.num_media
+        return self._write(messages, tools, thinking, lambda part: self._features(part, video, left))
 
     def prepare_text(self, prompt: str | Sequence[int]) -> PreparedPrompt:
         """Write a prompt without the chat template, from a text or from token ids.
@@ -384,6 +414,7 @@ class ChatProcessor:
             positions=positions,
             rope_delta=delta,
             embed_kind=embed_kind,
+            queries=writer.queries,
         )
         media = MediaFeatures(
             spans=tuple(writer.spans), vision=tuple(writer.vision), audio=tuple(writer.audio)

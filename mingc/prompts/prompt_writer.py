@@ -46,10 +46,18 @@ class PreparedPrompt(NamedTuple):
     media: MediaFeatures
 
 
+class PicturePrompt(NamedTuple):
+    """A prompt for a picture, and what it says: all of it as text, a placeholder for each medium, no queries."""
+
+    prepared: PreparedPrompt
+    text: str
+
+
 class PromptWriter:
     """Collects token ids, media spans, grids and ends of messages in prompt order. Call `close` before reading them.
 
-    `encode` gives the token ids of a text.
+    `encode` gives the token ids of a text. `said` has what was written, in order: texts, token ids, and placeholders of
+    media.
     """
 
     def __init__(
@@ -69,9 +77,12 @@ class PromptWriter:
         self.grids: list[VisionSpan] = []
         self.vision: list[VisionFeatures] = []
         self.audio: list[AudioFeatures] = []
+        self.said: list[str | Sequence[int]] = []
+        self.queries: tuple[int, int] | None = None
 
     def text(self, text: str) -> None:
         """Append text."""
+        self.said.append(text)
         self._pending += text
 
     def mark(self) -> None:
@@ -89,11 +100,24 @@ class PromptWriter:
         """Append the block of one image, clip or video, with its newline."""
         match item:
             case VisionFeatures():
+                self.said.append("<IMAGE>")
                 self._image(item)
             case VideoFeatures():
+                self.said.append("<VIDEO>")
                 self._video(item)
             case AudioFeatures():
+                self.said.append("<AUDIO>")
                 self._audio_clip(item)
+
+    def query_block(self, num_queries: int) -> None:
+        """Append a block of `num_queries` learned rows, which the model reads as an image of one row."""
+        self._vision_span(
+            "image",
+            self._thinker.image_patch_token,
+            (1, self._merge_size, self._merge_size * num_queries),
+        )
+        last = self.spans[-1]
+        self.queries = (last.start, last.start + last.length)
 
     def token(self, token_id: int) -> None:
         """Append a special token."""
@@ -101,6 +125,10 @@ class PromptWriter:
 
     def tokens(self, ids: Sequence[int]) -> None:
         """Append tokens as they are. The text before them and after them is tokenized separately."""
+        self.said.append(ids)
+        self._add(ids)
+
+    def _add(self, ids: Sequence[int]) -> None:
         self.close()
         self.ids += ids
 
@@ -110,28 +138,28 @@ class PromptWriter:
 
     def _vision_span(self, kind: MediaKind, patch_token: int, grid: Grid) -> None:
         """Append the patch tokens of one grid between its start and end tokens."""
-        self.token(self._thinker.image_start_token)
+        self._add((self._thinker.image_start_token,))
         self.grids.append(VisionSpan(start=len(self.ids), grid=grid))
         self._patches(kind, patch_token, grid[0] * grid[1] * grid[2] // self._merge_size**2)
-        self.token(self._thinker.image_end_token)
+        self._add((self._thinker.image_end_token,))
 
     def _image(self, image: VisionFeatures) -> None:
         self.vision.append(image)
         self._vision_span("image", self._thinker.image_patch_token, image.grid)
-        self.text("\n")
+        self._pending += "\n"
 
     def _video(self, video: VideoFeatures) -> None:
         """Append a video: every pair of frames is a separate grid, after its time."""
         self.vision.append(video.vision)
         _, height, width = video.vision.grid
-        self.token(self._thinker.video_start_token)
+        self._add((self._thinker.video_start_token,))
         for seconds in video.timestamps:
-            self.text(f"<{seconds:.1f} seconds>")
+            self._pending += f"<{seconds:.1f} seconds>"
             self._vision_span("video", self._thinker.frame_patch_token, (1, height, width))
-        self.token(self._thinker.video_end_token)
+        self._add((self._thinker.video_end_token,))
 
     def _audio_clip(self, clip: AudioFeatures) -> None:
         self.audio.append(clip)
-        self.token(self._thinker.audio_start_token)
+        self._add((self._thinker.audio_start_token,))
         self._patches("audio", self._thinker.audio_patch_token, clip.num_tokens)
-        self.token(self._thinker.audio_end_token)
+        self._add((self._thinker.audio_end_token,))

@@ -28,7 +28,8 @@ class ThinkerPrompt:
         media_embeds: (M, D), one row per token whose `embed_kind` is not 0, in order; None without media, and until
             the encoders have run.
         media_ids: (M, W) uint8, the origin of these embeddings: a hash of the medium and the position in it. None:
-            unknown, so no other request can share results that depend on them.
+            unknown. It may end before the last of them: no other request can share results that depend on the rest.
+        queries: tokens [start, end) of a prompt for a picture, whose hidden rows are its answer; None: it is text.
     """
 
     input_ids: NDArray[np.int64]
@@ -37,6 +38,7 @@ class ThinkerPrompt:
     embed_kind: NDArray[np.int64]
     media_embeds: Tensor | None = None
     media_ids: NDArray[np.uint8] | None = None
+    queries: tuple[int, int] | None = None
 
     @property
     def num_tokens(self) -> int:

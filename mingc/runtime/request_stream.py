@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mingc.errors import ServeError
 from mingc.runtime.request import AudioDelta, FinishReason, TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +35,20 @@ class TokenItem:
     answer: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HiddenRowsItem:
+    """The answer to a prompt with `queries`, its last item: `residual` and `delta` (Q, D) after the last layer, on the
+    host, in the thinker's dtype. Their sum is the residual stream, whose final norm the next stage applies.
+
+    `reused_tokens`, `begun_at`: as in `TokenItem`.
+    """
+
+    residual: Tensor
+    delta: Tensor
+    reused_tokens: int = 0
+    begun_at: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextEndItem:
     """The text to speak has ended; all its segments are queued."""
@@ -47,7 +65,7 @@ class FailedItem:
 MAX_UNREAD_BYTES = 256 << 20
 _FAIR_PATCHES = 4
 
-Item = TokenItem | AudioDelta | TextEndItem | FailedItem
+Item = TokenItem | HiddenRowsItem | AudioDelta | TextEndItem | FailedItem
 
 
 class EventQueue:

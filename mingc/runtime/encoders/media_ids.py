@@ -53,15 +53,15 @@ def media_ids(
 ) -> NDArray[np.uint8]:
     """`ThinkerPrompt.media_ids` (M, 40): for each media token the digest of its medium and its position in it.
 
-    Positions continue from frame to frame of a video.
+    Positions continue from frame to frame of a video. The queries of a picture, behind all media, have no origin.
     """
-    kinds = embed_kind[embed_kind > 0]
-    ids = np.zeros((len(kinds), _DIGEST_BYTES + 8), np.uint8)
     vision = [
         _ids(digest, item.num_tokens(merge_size))
         for item, digest in zip(media.vision, digests.vision, strict=True)
     ]
     audio = [_ids(digest, item.num_tokens) for item, digest in zip(media.audio, digests.audio, strict=True)]
+    kinds = embed_kind[embed_kind > 0][: sum(map(len, (*vision, *audio)))]
+    ids = np.zeros((len(kinds), _DIGEST_BYTES + 8), np.uint8)
     for kind, parts in ((VISION, vision), (AUDIO, audio)):
         if parts:
             ids[kinds == kind] = np.concatenate(parts)

@@ -122,6 +122,17 @@ async def media_embeds(embed_kind: NDArray[np.int64], encoded: Encoded, device: 
     return await asyncio.to_thread(place, embed_kind, values, device)
 
 
+async def picture_embeds(
+    prompt: ThinkerPrompt, encoded: Encoded, queries: Tensor, device: torch.device
+) -> Tensor:
+    """Embeddings (M, D) of a picture's prompt on `device`: of its media, then the learned rows `queries` (Q, D)."""
+    if not encoded:
+        return queries
+    num_media = len(prompt.media_rows) - len(queries)
+    media = await media_embeds(prompt.embed_kind[: prompt.media_rows[num_media]], encoded, device)
+    return torch.cat([media, queries.to(media)])
+
+
 @torch.inference_mode()
 def place(
     embed_kind: NDArray[np.int64], encoded: Mapping[int, Sequence[Tensor]], device: torch.device

@@ -28,7 +28,14 @@ def create_worker(
 ) -> ThinkerWorker:
     """Create the worker of this rank. A collective."""
     parameters = manifest.parameters_of(stage.name, ThinkerParameters)
-    worker = ThinkerWorker(stage, parameters, num_pages=num_pages, device=device, options=options)
+    worker = ThinkerWorker(
+        stage,
+        parameters,
+        num_pages=num_pages,
+        device=device,
+        options=options,
+        keeps_rows=manifest.graph.consumer(stage.name, "hidden") is not None,
+    )
     if device.type == "cuda":
         worker.latency_model = measure_step_latencies(worker)
     return worker

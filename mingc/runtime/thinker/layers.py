@@ -74,10 +74,14 @@ class ThinkerLayers:
         index (T,), last (S,).
         For each expert layer, ids and weights (T, K) of the experts of all chunks follow, if the engines output them.
         """
+        streams, routes = self.prefill_streams(*chunks)
+        return (self.chunk_logits(chunks[-1], streams[-1]), *routes)
+
+    def prefill_streams(self, *chunks: Inputs) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+        """As `prefill`, without the head. Returns the residual stream of each chunk, and the routes."""
         batches = [_Batch({**inputs, **self._embed_stream(inputs)}) for inputs in chunks]
         routes = self._forward(self._layers["prefill"], batches)
-        stream = {"residual": batches[-1].residual, "delta": batches[-1].delta}
-        return (self.chunk_logits(chunks[-1], stream), *routes)
+        return [{"residual": each.residual, "delta": each.delta} for each in batches], routes
 
     def prefill_layer_group(
         self, group: int, inputs: Inputs, stream: Inputs

@@ -31,6 +31,7 @@ from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.kernels.sample_tokens import MAX_BANNED, NOT_FINITE
 from mingc.prompts.thinker_prompt import ThinkerPrompt
 from mingc.runtime.engine_thread import EngineThread
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.request import FinishReason, Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item
@@ -46,7 +47,7 @@ from mingc.runtime.thinker.running_chat import (
 )
 from mingc.runtime.thinker.sampler import SamplerRow, sample
 from mingc.runtime.thinker.scheduler import PrefillChunk, ThinkerScheduler
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
+from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, SampleStep
 from mingc.runtime.thinker.token_matcher import MaskWords, TokenMatcher, full_mask
 from mingc.runtime.thinker.worker import LaunchedTokens
 
@@ -74,6 +75,8 @@ class StepRunner(Protocol):
     def launch_decode(self, step: DecodeStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens: ...
 
     def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens: ...
+
+    def take_rows(self, tokens: Ints) -> AsyncHostCopy: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +197,17 @@ class ThinkerLoop(EngineThread):
             self._notify()
         return request
 
+    def submit_queries(
+        self, prompt: ThinkerPrompt, emit: Callable[[Item], None], *, keys: Sequence[bytes] | None = None
+    ) -> int:
+        """Queue a prompt whose answer are the hidden rows of its `queries`: one `HiddenRowsItem`, or a `FailedItem`.
+
+        The runner must keep rows. The token after the prompt, which every prompt has, is dropped. `keys`, the result
+        and errors: as of `submit`.
+        """
+        assert prompt.queries is not None, "the prompt has queries"
+        return self.submit(prompt, SamplingParams(max_tokens=1), 0, emit, keys=keys)
+
     def _stop_ids_of(self, sampling: SamplingParams) -> tuple[int, ...]:
         """Tokens that end an answer. Raises: RequestError for ids that the model lacks, or too many."""
         named = {f"stop_token_ids[{index}]": token for index, token in enumerate(sampling.stop_token_ids)}
@@ -307,13 +321,33 @@ class ThinkerLoop(EngineThread):
             if is_sampled:
                 options = sample_options(chats, masks, is_first=True)
                 launched = self.runner.launch_prefill(step, options=options)
+                self._take_rows(chunk)
                 self._add_launched(zip(ended, chats, strict=True), launched, self._pending_prefill_at, 0)
                 return None
             logits = self.runner.prefill(step)
+            self._take_rows(chunk)
             return logits[torch.from_numpy(rows).to(logits.device)] if ended else None
         except Exception as error:
             self._fail_step(requests, error)
             return None
+
+    def _take_rows(self, chunk: PrefillChunk) -> None:
+        """Copy the hidden rows of the queries in a complete chunk to the host."""
+        if not chunk.is_whole:
+            return
+        first = np.cumsum(self._chunk_step.counts) - self._chunk_step.counts
+        found = [
+            (chat, chat.queries_in(each) + first[self._chunk_requests.index(each.request)])
+            for each in chunk.prompts
+            if (chat := self._requests[each.request]).prompt.queries is not None
+        ]
+        if not sum(len(tokens) for _, tokens in found):
+            return
+        copy = self.runner.take_rows(np.concatenate([tokens for _, tokens in found]))
+        begin = 0
+        for chat, tokens in found:
+            chat.hidden.append((copy, slice(begin, begin + len(tokens))))
+            begin += len(tokens)
 
     def _run_decode(self, requests: Sequence[int]) -> None:
         step = self._decode_step(requests)
@@ -452,6 +486,14 @@ class ThinkerLoop(EngineThread):
         if token is None:
             self.forget_prefixes()  # the cause may be in the pages
             self._fail(request, WorkerError("the model's logits are not finite", where="thinker"))
+            return
+        if running.prompt.queries is not None:
+            try:
+                running.emit(running.hidden_rows())
+                self._remove(request)
+            except WorkerError as error:
+                self.forget_prefixes()
+                self._fail(request, error)
             return
         if token in running.row.stop_ids:
             running.emit_token(None, "stop")

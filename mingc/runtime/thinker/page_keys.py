@@ -28,8 +28,9 @@ def page_keys(
     keys = list(before)
     num_tokens = prompt.num_tokens
     rows = prompt.media_rows
-    if prompt.media_ids is None and len(rows):
-        num_tokens = int(rows[0])
+    num_known = 0 if prompt.media_ids is None else len(prompt.media_ids)
+    if num_known < len(rows):
+        num_tokens = int(rows[num_known])
     first_media = np.searchsorted(rows, np.arange(0, num_tokens + 1, page_size))
     key = keys[-1] if keys else hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     for page in range(num_tokens // page_size):

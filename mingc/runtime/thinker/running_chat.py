@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.request import FinishReason, Recorder, TokenLogprobs
-from mingc.runtime.request_stream import Item, TokenItem
+from mingc.runtime.request_stream import HiddenRowsItem, Item, TokenItem
 from mingc.runtime.thinker.device_sampler import sampling_columns
 from mingc.runtime.thinker.logit_edits import SampleOptions, logit_edits, needs_edits
 from mingc.runtime.thinker.sampler import SamplerRow, uniform
@@ -43,6 +46,9 @@ class RunningChat:
     pending: int = 0  # tokens of the answer that are launched on the device and not yet known to the host
     prefilled: int = 0  # tokens of `context` in chunks that were started, including reused tokens
     reused: int = 0  # prompt tokens that were not computed, because their pages were cached
+    hidden: list[tuple[AsyncHostCopy, slice]] = field(
+        default_factory=list
+    )  # its part of copies of hidden rows
 
     def __post_init__(self) -> None:
         self.context = self.prompt
@@ -52,6 +58,8 @@ class RunningChat:
         self.prefilled = 0
         if not self.answer:
             self.reused = 0
+        if not self.pending:  # otherwise its prompt is complete, and its answer is about to be collected
+            self.hidden.clear()
 
     def begin_prefill(self) -> None:
         """Fix what is prefilled; all tokens of the answer must be known."""
@@ -71,6 +79,21 @@ class RunningChat:
                 logprobs=logprobs,
             )
         )
+
+    def hidden_rows(self) -> HiddenRowsItem:
+        """The answer to a prompt with `queries`, after its last chunk. Waits for the device."""
+        rows = torch.cat([copy.wait()[0][:, part] for copy, part in self.hidden], dim=1)
+        if not rows.isfinite().all():
+            raise WorkerError("the model's hidden rows are not finite", where="thinker")
+        residual, delta = rows
+        return HiddenRowsItem(
+            residual=residual, delta=delta, reused_tokens=self.reused, begun_at=self.begun_at
+        )
+
+    def queries_in(self, prompt: PromptSlice) -> Ints:
+        """The query rows among these tokens of the prompt, counted from the first of them."""
+        first, end = self.prompt.queries or (0, 0)
+        return np.arange(max(first, prompt.start), min(end, prompt.start + prompt.count)) - prompt.start
 
     def logprobs(self, values: NDArray[np.float32] | None) -> TokenLogprobs | None:
         """What the request asked for of `values` (1 + 2 m,), see `top_logprobs`."""

@@ -89,6 +89,7 @@ class ThinkerWorker:
     Args:
         stage: the graphs that `ThinkerLayers` runs.
         num_pages: KV pages to allocate, page 0 included.
+        keeps_rows: whether `take_rows` is available.
 
     Attributes:
         batches, chunks: sizes that steps are padded to.
@@ -109,6 +110,7 @@ class ThinkerWorker:
         num_pages: int,
         device: torch.device,
         options: StepOptions = DEFAULT_STEPS,
+        keeps_rows: bool = False,
     ) -> None:
         self.device = device
         self.samples_on_device = device.type == "cuda" if options.is_static is None else options.is_static
@@ -144,6 +146,12 @@ class ThinkerWorker:
         dtype, self.hidden_size = torch_dtype(embeds.dtype), int(embeds.shape[1])
         longest = max(self.max_batch, self.max_chunk, self.chunk.two_batch_rows)
         self._embeds = torch.zeros(longest, self.hidden_size, dtype=dtype, device=device)
+        # Residual stream and delta of the last chunk after its last layer, and the row of each of its tokens.
+        self._last_rows: Tensor | None = None
+        if keeps_rows:
+            rows = max(self.max_chunk, self.chunk.two_batch_rows)
+            self._last_rows = torch.zeros(2, rows, self.hidden_size, dtype=dtype, device=device)
+        self._token_rows: Ints = np.zeros(0, np.int64)
         # `embed_kind` of decoded tokens: all are text.
         self._text_kind = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
         self.all_reduce = create_all_reduce(
@@ -220,6 +228,16 @@ class ThinkerWorker:
             self.routes += zip(routes[::2], routes[1::2], strict=True)
         return logits[: len(step.counts)]
 
+    @torch.inference_mode()
+    def take_rows(self, tokens: Ints) -> AsyncHostCopy:
+        """Copy hidden rows of the last chunk to the host: (2, n, D), residual and delta of its tokens (n,).
+
+        Call it after the last layer group, before the next step. Does not wait for the device.
+        """
+        assert self._last_rows is not None, "the worker keeps rows"
+        rows = upload(self._token_rows[tokens], self.device)
+        return AsyncHostCopy(self._last_rows.index_select(1, rows))
+
     def _offsets(self, counts: Ints) -> Ints:
         """The first row of each prompt in a chunk."""
         offsets, end = [], 0
@@ -233,7 +251,7 @@ class ThinkerWorker:
         prompts = np.repeat(np.arange(len(step.counts)), step.counts)
         before = np.cumsum(step.counts) - step.counts  # tokens of the preceding prompts
         index = np.arange(len(prompts)) - before[prompts]  # within the prompt
-        rows = offsets[prompts] + index
+        rows = self._token_rows = offsets[prompts] + index
         if step.embeds is not None:
             for offset, start, count in zip(offsets, before, step.counts, strict=True):
                 self._embeds[offset : offset + count].copy_(step.embeds[start : start + count])
@@ -367,6 +385,7 @@ class ThinkerWorker:
         if group < self.num_layer_groups - 1:
             self._save_stream(stream)
             return self._no_logits, *routes
+        self._keep_rows(stream)
         logits = self._layers.chunk_logits(inputs, stream)
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
@@ -377,10 +396,20 @@ class ThinkerWorker:
         if self._sampler is not None:
             self._sampler.mark_chunk(inputs)
         inputs = {**inputs, "embeds": self._embeds[: len(inputs["input_ids"])]}
-        logits, *routes = self._layers.prefill(*split_chunk(inputs, self.max_chunk))
+        chunks = split_chunk(inputs, self.max_chunk)
+        streams, routes = self._layers.prefill_streams(*chunks)
+        for index, stream in enumerate(streams):
+            self._keep_rows(stream, index * self.max_chunk)
+        logits = self._layers.chunk_logits(chunks[-1], streams[-1])
         if self.samples_on_device:
             self._chunk_logits.copy_(logits)
         return logits, *routes
+
+    def _keep_rows(self, stream: Mapping[str, Tensor], first: int = 0) -> None:
+        """Keep what the last layer returned for the rows of a chunk, from row `first` on, for `take_rows`."""
+        if self._last_rows is not None:
+            for kept, name in zip(self._last_rows, ("residual", "delta"), strict=True):
+                kept[first : first + len(stream[name])].copy_(stream[name])
 
     def _save_stream(self, stream: Mapping[str, Tensor]) -> None:
         """Copy a chunk's residual stream to memory that no other step writes. The first call, a warm-up, allocates."""

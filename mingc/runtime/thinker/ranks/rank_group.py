@@ -24,13 +24,14 @@ from torch import Tensor
 from mingc.artifacts.codec import encode
 from mingc.errors import RankError
 from mingc.runtime.distributed import process_group
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions
 from mingc.runtime.thinker.ranks.hard_exit import hard_exit
 from mingc.runtime.thinker.ranks.rank_process import LOADED, READY, WorkerConfig
 from mingc.runtime.thinker.ranks.step_codec import broadcast_num_pages, broadcast_step
 from mingc.runtime.thinker.ranks.watchdog import StepWatchdog
-from mingc.runtime.thinker.step import DecodeStep, PrefillStep, SampleStep
+from mingc.runtime.thinker.step import DecodeStep, Ints, PrefillStep, SampleStep
 from mingc.runtime.thinker.step_options import DEFAULT_STEPS, STEP_TIMEOUT_S, StepOptions
 from mingc.runtime.thinker.worker import LaunchedTokens, ThinkerWorker
 
@@ -151,6 +152,10 @@ class RankGroup:
     def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         """As `ThinkerWorker.launch_prefill`. Raises: WorkerError when a rank has failed."""
         return self._run(step, partial(self.worker.launch_prefill, options=options))
+
+    def take_rows(self, tokens: Ints) -> AsyncHostCopy:
+        """As `ThinkerWorker.take_rows`, of rank 0: after the last all-reduce all ranks have the same rows."""
+        return self.worker.take_rows(tokens)
 
     def close(self) -> None:
         """End the rank processes by closing their sockets; kill those that remain after a timeout."""
