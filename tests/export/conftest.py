@@ -1,4 +1,4 @@
-"""Fixtures: the tiny checkpoint with image generation, and config and float32 module of the stage `STAGE` of a test module."""
+"""Fixtures: the tiny checkpoint with image generation; config and float32 module of the stage `STAGE` of a module."""
 
 from __future__ import annotations
 
