@@ -28,7 +28,14 @@ from mingc.host import large_arrays
 from mingc.media.decoding import blocks_of, run_task
 from mingc.media.libraries import LIBRARIES, load_library
 from mingc.media.limits import MIB
-from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VisionFeatures, VoiceClip
+from mingc.prompts.features import (
+    AudioFeatures,
+    Features,
+    ReferencePicture,
+    VideoFeatures,
+    VisionFeatures,
+    VoiceClip,
+)
 from mingc.prompts.media_decoder import MediaTask
 
 _MARGIN_BYTES = (
@@ -106,6 +113,8 @@ def pack(features: Features) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         return _head([features.mel], num_tokens=features.num_tokens), [features.mel]
     if isinstance(features, VoiceClip):
         return _head([features.samples], sample_rate=features.sample_rate), [features.samples]
+    if isinstance(features, ReferencePicture):
+        return _head([features.pixels], asked=list(features.asked)), [features.pixels]
     vision = features.vision if isinstance(features, VideoFeatures) else features
     arrays: list[NDArray[Any]] = [vision.patches] + ([] if vision.levels is None else [vision.levels])
     head = _head(arrays, grid=list(vision.grid), repeats=vision.repeats)
@@ -120,6 +129,8 @@ def unpack(head: dict[str, Any], arrays: list[NDArray[Any]]) -> Features:
         return AudioFeatures(mel=arrays[0], num_tokens=head["num_tokens"])
     if "sample_rate" in head:
         return VoiceClip(samples=arrays[0], sample_rate=head["sample_rate"])
+    if "asked" in head:
+        return ReferencePicture(pixels=arrays[0], asked=tuple(head["asked"]))
     frames, height, width = head["grid"]
     vision = VisionFeatures(
         patches=arrays[0],

@@ -24,10 +24,13 @@ from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import RequestError
 from mingc.media.formats import undecodable_file
 from mingc.media.limits import MAX_PIXELS, MediaLimits, too_large
-from mingc.prompts.features import VisionFeatures
+from mingc.prompts.features import ReferencePicture, VisionFeatures
+from mingc.prompts.media_decoder import MediaTask
+from mingc.prompts.picture_sizes import bucket, crop_size
 
 log = logging.getLogger("mingc.preprocess")
 MAX_ASPECT_RATIO = 200
+MAX_REFERENCE_ASPECT = 8  # the drawn picture has it too
 # Only formats that a library decodes: EPS and PDF would start an interpreter on untrusted bytes.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -85,14 +88,14 @@ def _grow(height: int, width: int, factor: int, min_pixels: int) -> tuple[int, i
     return math.ceil(height * scale / factor) * factor, math.ceil(width * scale / factor) * factor
 
 
-def check_aspect(height: int, width: int, where: str) -> None:
-    """Refuse aspect ratios above 200. Raises: RequestError."""
+def check_aspect(height: int, width: int, where: str, limit: int = MAX_ASPECT_RATIO) -> None:
+    """Refuse aspect ratios above `limit`. Raises: RequestError."""
     ratio = max(height, width) / max(1, min(height, width))
-    if ratio > MAX_ASPECT_RATIO:
+    if ratio > limit:
         raise RequestError(
             f"the picture is {width}×{height}: one side is {ratio:.0f} times the other",
             where=where,
-            fix=f"crop it to an aspect ratio of at most {MAX_ASPECT_RATIO}",
+            fix=f"crop it to an aspect ratio of at most {limit}",
             param=where,
         )
 
@@ -470,3 +473,28 @@ def load_image(
     for channel, values in enumerate(resized.split()):
         writer.put_channel(0, channel, np.asarray(values))
     return writer.features()
+
+
+def load_reference(data: bytes, task: MediaTask, limits: MediaLimits) -> ReferencePicture:
+    """Encoded picture → the pixels that a picture is drawn from (spec: imagegen.md §7).
+
+    Raises: RequestError as `load_image` does.
+    """
+    where = task.where
+    with open_image(data, where) as image:
+        check_aspect(image.height, image.width, where, MAX_REFERENCE_ASPECT)
+        longest = 2 * task.resolution
+        limits.check_bytes(
+            _peak_bytes(image, (longest, longest)),
+            where,
+            f"a picture of {image.width}×{image.height} pixels ({image.format}, {image.mode})",
+        )
+        decoded = _decode(image, data, where)
+        orientation = _orientation(image)
+    is_on_its_side = orientation >= 5
+    own = (decoded.width, decoded.height) if is_on_its_side else (decoded.height, decoded.width)
+    asked = task.asked or crop_size(own, task.aspect)
+    height, width = bucket(asked, task.resolution)
+    size = (height, width) if is_on_its_side else (width, height)
+    pixels = _upright(decoded.resize(size, Image.Resampling.BILINEAR), orientation)
+    return ReferencePicture(pixels=np.asarray(pixels), asked=asked)

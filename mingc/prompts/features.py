@@ -110,4 +110,21 @@ class VoiceClip:
         return self.samples.nbytes
 
 
-Features = VisionFeatures | VideoFeatures | AudioFeatures | VoiceClip
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferencePicture:
+    """A picture to draw from: `pixels` (H, W, 3) uint8, stretched to the size that the sampler works in.
+
+    `asked`: (height, width) that decides on the size of the drawn picture.
+    """
+
+    pixels: NDArray[np.uint8]
+    asked: tuple[int, int]
+    digest: bytes | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the pixels."""
+        return self.pixels.nbytes
+
+
+Features = VisionFeatures | VideoFeatures | AudioFeatures | VoiceClip | ReferencePicture

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from mingc.artifacts.parameters import AudioParameters, VisionParameters
 from mingc.prompts.conversation import MediaKind, VideoParams
 from mingc.prompts.features import AudioFeatures, Features
+from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, Size
 
 NO_SOUND = "no_audio_track"  # code of the error for a file without sound
 
@@ -20,15 +21,17 @@ class MediaTask:
     Attributes:
         where: names the medium in errors.
         max_bytes: most host memory for decoding and for the result.
-        kind: `voice` is the recording of a speaker.
+        kind: `voice` is the recording of a speaker, `reference` a picture to draw from.
         vision, audio: parameters of the encoder for `kind`; the other one is None.
         max_pixels: an image with more is scaled down to so many; None: only as the encoder requires it.
         max_tokens: most tokens of the medium; None: no limit.
         num_media: this medium and those that follow it, which share the tokens.
         is_stream: whether sound is returned in blocks of samples, not as features.
+        asked, aspect, resolution: of the picture that is drawn from a reference: the size asked for, or else its
+            width / height; None: those of the reference.
     """
 
-    kind: MediaKind | Literal["voice"]
+    kind: MediaKind | Literal["voice", "reference"]
     where: str
     max_bytes: int
     vision: VisionParameters | None = None
@@ -38,6 +41,9 @@ class MediaTask:
     max_tokens: int | None = None
     num_media: int = 1
     is_stream: bool = False
+    asked: Size | None = None
+    aspect: float | None = None
+    resolution: int = DEFAULT_RESOLUTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

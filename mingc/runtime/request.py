@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mingc.errors import ServeError
 from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import TurnRules
+from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION
 from mingc.prompts.tools import ToolUse
 from mingc.runtime.voices import NewVoice, VoiceInfo, VoicePack, VoiceSample
 
@@ -178,22 +179,22 @@ class TranscriptionRequest:
 MAX_PICTURES = 10
 MAX_IMAGE_STEPS = 200
 MAX_GUIDANCE = 100.0
-MAX_IMAGE_SIDE = 8192
+MAX_IMAGE_SIDE = 8192  # of the size that is asked for
 MAX_PARTIAL_IMAGES = 3
+MAX_SEED = (1 << 53) - 1  # as the numbers of JSON; picture i has the seed of the request plus i
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
     """A conversation to answer with pictures, which may change a picture of it. None selects the model's default.
 
-    The pictures get the bucket of the release nearest to the asked size, of the table of 512, 672 or 1024 that is
-    nearest to it (spec: imagegen.md §8). Without any size, a text gets a square one, and `reference` its own ratio.
+    A picture is drawn in the bucket of the `resolution` (see `mingc.prompts.picture_sizes`) whose ratio is nearest to
+    the asked one. Without a size or an aspect it is square, or has the ratio of the `reference`.
 
     Attributes:
         height, width: the size asked for, in pixels; both or neither.
         aspect: width / height, instead of a size.
-        resolution: selects the table; None: the asked size does, or 1024.
-        num_pictures: picture i is drawn with `seed` + i.
+        num_pictures: picture i is drawn with `seed` + i, all in batches of their own.
         seed: None: a random one; `ImageDone` has it.
         num_steps: evaluations of the sampler's schedule, 1 to `MAX_IMAGE_STEPS`.
         guidance: at most 1: none, which takes half the time.
@@ -208,7 +209,7 @@ class ImageRequest:
     height: int | None = None
     width: int | None = None
     aspect: float | None = None
-    resolution: int | None = None
+    resolution: int = DEFAULT_RESOLUTION
     num_pictures: int = 1
     seed: int | None = None
     num_steps: int | None = None
@@ -223,10 +224,12 @@ class ImageRequest:
 class Usage:
     """Token counts of a request. The prefix cache held `cached_tokens` of the `prompt_tokens`.
 
-    `image_tokens`: of the drawn pictures, one for 16 × 16 pixels.
+    `image_tokens`: of the drawn pictures, one for 16 × 16 pixels; for these, `prompt_image_tokens` of the prompt are
+    pictures.
     """
 
     prompt_tokens: int = 0
+    prompt_image_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     audio_patches: int = 0
@@ -488,8 +491,8 @@ class MemoryUse:
     """Bytes that one part of a running model has allocated on one device.
 
     `device`: `cpu`, `cuda:N`, or `host` for host memory that does not depend on the device of the model. `owner`: the
-    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache` and `voice_cache`, whose
-    bytes are limits.
+    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, `voice_cache` and
+    `image_workspace` (what a batch of pictures may take), whose bytes are limits.
     """
 
     device: str
@@ -501,15 +504,16 @@ class MemoryUse:
 class ServiceLoad:
     """Load of a running model.
 
-    At present: the thinker's KV pages (`kv_pages_used`, `kv_pages_total`; 0 without a thinker), the chats that wait for
-    the thinker and the requests whose next speech segment waits for the talker (`num_waiting`, by engine), pages in the
-    prefix cache, also while in use (`cached_pages`), bytes of cached embeddings (`encoder_cache_bytes`), and live
-    speech by state (`listeners`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
+    At present: the thinker's KV pages (`kv_pages_used`, `kv_pages_total`; 0 without a thinker), the chats that wait
+    for the thinker and the requests whose next speech segment waits for the talker, pictures whose batch has not
+    begun (`num_waiting`, by engine), pages in the prefix cache, also while in use (`cached_pages`), bytes of cached
+    embeddings (`encoder_cache_bytes`), and live speech by state (`listeners`), and pictures of the batch that is
+    being drawn (`drawing_pictures`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
     (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), how often a
     chat lost its pages to an older one (`num_preempted`), images, videos and clips that were encoded
-    (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after their playback time
-    (`num_underruns`). `memory` was allocated at start. `limits`: how much of each limit is in use, and the
-    limit.
+    (`encoder_misses`) or not (`encoder_hits`), patches of live speech that were ready after their playback time
+    (`num_underruns`), pictures (`drawn_pictures`) and steps of their batches (`image_steps`). `memory` was
+    allocated at start. `limits`: how much of each limit is in use, and the limit.
     """
 
     kv_pages_used: int = 0
@@ -525,6 +529,9 @@ class ServiceLoad:
     encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
+    drawing_pictures: int = 0
+    drawn_pictures: int = 0
+    image_steps: int = 0
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
 

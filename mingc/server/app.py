@@ -34,13 +34,7 @@ from mingc.server.http.response_schemas import (
     model_object,
     voice_list,
 )
-from mingc.server.http.routes import (
-    HANDLERS,
-    GenerationRoute,
-    HttpState,
-    handle_add_voice,
-    handle_transcription,
-)
+from mingc.server.http.routes import FORM_HANDLERS, HANDLERS, GenerationRoute, HttpState
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -129,13 +123,9 @@ def create_app(
                 Route(path, _upgrade_required, include_in_schema=False)
                 for path in (speech.PATH, response.PATH)
             ),
-            Route(
-                "/v1/audio/voices", GenerationRoute(http, handle_add_voice, body_type=FORM), methods=["POST"]
-            ),
-            Route(
-                "/v1/audio/transcriptions",
-                GenerationRoute(http, handle_transcription, body_type=FORM),
-                methods=["POST"],
+            *(
+                Route(path, GenerationRoute(http, handler, body_type=FORM), methods=["POST"])
+                for path, handler in FORM_HANDLERS.items()
             ),
             Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),

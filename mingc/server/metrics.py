@@ -27,6 +27,9 @@ from mingc.runtime.request import (
     AudioDelta,
     Done,
     Event,
+    ImageDone,
+    ImageEvent,
+    PartialImage,
     ServiceInfo,
     ServiceLoad,
     TextDelta,
@@ -36,7 +39,7 @@ from mingc.runtime.request import (
 )
 from mingc.server import tracing
 
-_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
+_Each = TypeVar("_Each", bound=Event | ImageEvent | tuple[int, Event])
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _DURATION_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -53,6 +56,9 @@ STAGES = {
     "prefill": ("prefill", "first_token"),
     "first_segment": ("first_token", "first_segment"),
     "first_patch": ("first_segment", "first_audio"),
+    "condition": ("encoded", "condition"),
+    "draw_queue": ("condition", "first_step"),
+    "first_image": ("first_step", "first_image"),
 }
 # Name and help of the counters that engines keep, by field of `ServiceLoad`.
 _ENGINE_COUNTERS = {
@@ -174,11 +180,18 @@ class Metrics:
             "Seconds from the end of the request body to the first audio of a chat or speech request.",
             _LATENCY_S,
         )
+        self.time_to_first_image = self._histogram(
+            "time_to_first_image_seconds",
+            "Seconds from the end of the request body to the first picture of a request, complete or not.",
+            _LATENCY_S,
+        )
+        self.generated_images = self._counter("generated_images", "Pictures that were drawn.")
         self._stages = self._histogram(
             "stage_seconds",
             "Seconds of the stages of a finished request up to its first text and audio: preprocess_queue (for a "
             "thread), preprocess (decode and resize media, tokenize), encode, queue (for the thinker), prefill, "
-            "first_segment (of text to speak, from the first token), first_patch (from the segment to its audio).",
+            "first_segment (of text to speak, from the first token), first_patch (from the segment to its audio); of a "
+            "picture condition (the thinker reads the prompt), draw_queue (for the sampler), first_image.",
             _STAGE_S,
             "stage",
         )
@@ -397,6 +410,7 @@ class RequestTimer:
         self._start = time.monotonic()
         self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
         self._last_token: dict[int, float] = {}  # by answer
+        self._has_no_picture = True
 
     @asynccontextmanager
     async def measure(self, events: AsyncIterator[_Each]) -> AsyncIterator[AsyncIterator[_Each]]:
@@ -417,7 +431,7 @@ class RequestTimer:
             if close is not None:
                 await close()
 
-    def _see(self, answer: int, event: Event) -> None:
+    def _see(self, answer: int, event: Event | ImageEvent) -> None:
         now = time.monotonic()
         if (histogram := self._first.pop(type(event), None)) is not None:
             histogram.observe(now - self._start)
@@ -425,6 +439,12 @@ class RequestTimer:
             if answer in self._last_token:
                 self._metrics.between_tokens.observe(now - self._last_token[answer])
             self._last_token[answer] = now
+        elif isinstance(event, ImageDone | PartialImage):
+            if self._has_no_picture:
+                self._metrics.time_to_first_image.observe(now - self._start)
+            self._has_no_picture = False
+            if isinstance(event, ImageDone):
+                self._metrics.generated_images.inc()
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)

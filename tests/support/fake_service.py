@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from preprocess_data import audio_parameters
@@ -22,6 +22,7 @@ from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, TextPart
 from mingc.prompts.media_decoder import MediaTask, SpeechSegment
+from mingc.prompts.picture_sizes import bucket, drawn_size, size_of_aspect
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import answer_start
 from mingc.runtime.request import (
@@ -30,6 +31,11 @@ from mingc.runtime.request import (
     CompletionRequest,
     Done,
     Event,
+    ImageDone,
+    ImageEvent,
+    ImageProgress,
+    ImageRequest,
+    PartialImage,
     ServiceInfo,
     ServiceLoad,
     SpeechParams,
@@ -60,12 +66,13 @@ INFO = ServiceInfo(
     has_video=True,
     has_audio_input=True,
     has_speech=True,
+    has_image_output=True,
     has_tools=True,
 )
-SPEECH_ONLY = replace(INFO, has_text=False, has_image=False, has_video=False, has_audio_input=False)
-TEXT_ONLY = replace(
-    INFO, has_image=False, has_video=False, has_audio_input=False, has_speech=False, voices=()
+SPEECH_ONLY = replace(
+    INFO, has_text=False, has_image=False, has_video=False, has_audio_input=False, has_image_output=False
 )
+TEXT_ONLY = replace(SPEECH_ONLY, has_text=True, has_speech=False, voices=())
 
 
 def patch(index: int) -> AudioDelta:
@@ -80,6 +87,9 @@ def _tokenizer() -> TextTokenizer:
     return TextTokenizer.from_file(TINY / "tokenizer.json")
 
 
+_Each = TypeVar("_Each", bound=Event | ImageEvent)
+
+
 class FakeService:
     """Records its requests and how each ended: `done`, `cancelled` or `failed`."""
 
@@ -89,6 +99,7 @@ class FakeService:
         self.chats: list[ChatRequest] = []
         self.completions: list[CompletionRequest] = []
         self.speeches: list[SpeechRequest] = []
+        self.drawings: list[ImageRequest] = []
         self.voices: list[VoiceInfo] = []
         self.transcriptions: list[TranscriptionRequest] = []
         self.transcripts = ["English\thello world"]
@@ -204,6 +215,35 @@ class FakeService:
         async for event in self._run(request.request_id, request.text, [], spoken=True):
             yield event
 
+    async def draw(self, request: ImageRequest) -> AsyncIterator[ImageEvent]:
+        """Pictures of one colour each, (seed, index, 0); an unfinished state is black."""
+        self.drawings.append(request)
+        text = " ".join(message.text for message in request.messages)
+        if request.height is None or request.width is None:
+            asked = size_of_aspect(request.aspect)
+        else:
+            asked = request.height, request.width
+        inner = bucket(asked, request.resolution)
+        height, width = drawn_size(asked, inner)
+        made: list[ImageEvent] = []
+        for index in range(request.num_pictures):
+            seed = (41 if request.seed is None else request.seed) + index
+            made.append(ImageProgress(index=index, step=1, num_steps=2))
+            black = np.zeros((*inner, 3), np.uint8)
+            made += [
+                PartialImage(index=index, number=number, pixels=black, height=height, width=width)
+                for number in range(request.num_partials)
+            ]
+            pixels = np.full((*inner, 3), (seed % 256, index, 0), np.uint8)
+            made.append(ImageDone(index=index, pixels=pixels, height=height, width=width, seed=seed))
+        tokens = request.num_pictures * math.prod(inner) // 256
+        async for event in self._run(request.request_id, text, made, spoken=False):
+            yield (
+                replace(event, usage=replace(event.usage, image_tokens=tokens))
+                if isinstance(event, Done)
+                else event
+            )
+
     def _check_voice(self, speech: SpeechParams, prefix: str) -> None:
         names = {each.name for each in self.voices} | {*self._info.voices}
         if speech.reference is None and speech.voice is not None and speech.voice not in names:
@@ -279,11 +319,11 @@ class FakeService:
         self,
         name: str,
         text: str,
-        events: list[Event],
+        events: Sequence[_Each],
         *,
         spoken: bool,
         prompt_tokens: int = 7,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncIterator[_Each | Done]:
         if self.shutdown_timeouts:
             raise CapacityError("stopping")
         if "overloaded" in text:
@@ -298,7 +338,9 @@ class FakeService:
             num_text = sum(isinstance(event, TextDelta) for event in events)
             length = sum(len(event.text) for event in events if isinstance(event, TextDelta))
             ends = [length * (i + 1) // NUM_PATCHES for i in range(NUM_PATCHES)]
-            patches = [replace(patch(i), text_end=ends[i]) for i in range(NUM_PATCHES)] if spoken else []
+            patches: list[Any] = (
+                [replace(patch(i), text_end=ends[i]) for i in range(NUM_PATCHES)] if spoken else []
+            )
             for index, event in enumerate([*events, *patches]):
                 if index == 2 and "fail midway" in text:
                     raise WorkerError("rank 1 died midway")
@@ -308,7 +350,11 @@ class FakeService:
                 await asyncio.sleep(0)
             while "endless" in text:
                 await self._sleep(0.01)
-                yield replace(patch(0), text_end=length) if spoken else TextDelta(text=" more")
+                if spoken:
+                    more: Any = replace(patch(0), text_end=length)
+                else:
+                    more = events[0] if isinstance(events[0], ImageProgress) else TextDelta(text=" more")
+                yield more
             if "wait" in text:
                 await self._sleep(60.0)
             self.ends[name] = "done"

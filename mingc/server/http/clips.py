@@ -32,7 +32,7 @@ _PART_BYTES = 192 << 10  # of a kept clip that are read and sent at once; a mult
 
 
 class AnswerBudget:
-    """Counts the bytes of all kept clips, and those that are expected of them. Call it from the event loop only."""
+    """Counts the bytes of all kept clips and pictures, also expected ones. Call it from the event loop only."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit
@@ -63,6 +63,16 @@ class AnswerBudget:
             clip.close()
             self._used -= reserved
 
+    @contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Count `num_bytes` of an answer until the block ends. Raises: see `keep`."""
+        num_bytes = min(num_bytes, self._limit)
+        self._take(num_bytes)
+        try:
+            yield
+        finally:
+            self._used -= num_bytes
+
     def _take(self, num_bytes: int) -> None:
         if self._used + num_bytes > self._limit:
             raise CapacityError(
@@ -73,8 +83,8 @@ class AnswerBudget:
         self._used += num_bytes
 
 
-class _EncoderThread:
-    """Runs the encoder of one clip, one call at a time, on a thread that all clips share.
+class EncoderThread:
+    """Runs the encoder of one clip or picture, one call at a time, on a thread that all share.
 
     A request that is cancelled does not wait for its running call: `close` frees the encoder when that has ended.
     """
@@ -104,7 +114,7 @@ class LiveClip:
     def __init__(self, spec: AudioSpec) -> None:
         self._spec = spec
         self._encoder: ClipEncoder | None = None
-        self._thread = _EncoderThread()
+        self._thread = EncoderThread()
 
     async def add(self, samples: NDArray[np.float32]) -> bytes:
         """Add (n,) float32 mono samples; returns the bytes that can be sent now."""
@@ -150,7 +160,7 @@ class KeptClip:
         self._total: int | None = None  # bytes of the complete clip
         self._pending: list[NDArray[np.float32]] = []
         self._pending_bytes = 0
-        self._thread = _EncoderThread()
+        self._thread = EncoderThread()
 
     async def add(self, samples: NDArray[np.float32]) -> bytes:
         """Add (n,) float32 mono samples. Returns nothing to send. Raises: CapacityError when there is no room."""

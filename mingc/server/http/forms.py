@@ -72,11 +72,11 @@ def decode_form(raw: memoryview, content_type: str, type_: type[_Form]) -> _Form
         kind = kinds.get(name, "")
         if key and kind != "object":
             name, kind = part.name, ""
-        if kind == "file":
+        if kind in ("file", "files"):
             value: Any = FormFile(raw[part.start : part.start + part.size], part.filename)
         elif not (value := _text(raw, part)):
             continue
-        if kind == "list":
+        if kind in ("list", "files"):
             fields.setdefault(name, []).append(value)
             continue
         where, place = fields, name
@@ -97,7 +97,7 @@ def decode_form(raw: memoryview, content_type: str, type_: type[_Form]) -> _Form
 
 @functools.cache
 def _kinds(type_: type[msgspec.Struct]) -> dict[str, str]:
-    """How the parts of each field are read: as a `file`, the items of a `list`, an `object`, or else as text."""
+    """How the parts of each field are read: as a `file`, the items of a `list`, `files`, an `object`, else as text."""
     described = inspect.type_info(type_)
     assert isinstance(described, inspect.StructType)
     kinds = {}
@@ -105,15 +105,20 @@ def _kinds(type_: type[msgspec.Struct]) -> dict[str, str]:
         union = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
         for each in union:
             each = each.type if isinstance(each, inspect.Metadata) else each
-            if isinstance(each, inspect.CustomType) and each.cls is FormFile:
+            if _is_file(each):
                 kinds[field.encode_name] = "file"
             elif isinstance(each, inspect.ListType):
-                kinds[field.encode_name] = "list"
+                kinds[field.encode_name] = "files" if _is_file(each.item_type) else "list"
             elif isinstance(each, inspect.StructType):
                 kinds[field.encode_name] = "object"
             else:
                 kinds.setdefault(field.encode_name, "")
     return kinds
+
+
+def _is_file(type_: inspect.Type) -> bool:
+    type_ = type_.type if isinstance(type_, inspect.Metadata) else type_
+    return isinstance(type_, inspect.CustomType) and type_.cls is FormFile
 
 
 @dataclass(slots=True)

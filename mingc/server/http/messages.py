@@ -21,7 +21,7 @@ from mingc.prompts.conversation import (
     ToolCall,
 )
 from mingc.runtime.request import ServiceInfo
-from mingc.server.http.field_errors import as_integer, missing
+from mingc.server.http.field_errors import as_integer, invalid, missing
 from mingc.server.http.request_schemas import (
     LOW_DETAIL_PIXELS,
     AssistantMessage,
@@ -55,8 +55,26 @@ def parse_messages(body: ChatBody, info: ServiceInfo, options: ServeOptions) -> 
             "'messages' is empty: send at least one message.", param="messages", code="invalid_value"
         )
     messages = [_message(message, f"messages[{i}]", info) for i, message in enumerate(body.messages)]
+    messages = _carry_pictures(messages)
     limit = _smallest(as_integer(body.image_max_pixels, "image_max_pixels"), options.max_image_pixels)
     return tuple(_limited(message, limit) for message in _inject(messages, body, info))
+
+
+def _carry_pictures(messages: list[Message]) -> list[Message]:
+    """Put the pictures of an earlier answer before the user's next message: only a user's turn can have some."""
+    carried: list[MediaPart] = []
+    found = []
+    for message in messages:
+        parts = message.parts
+        if message.role == "assistant":
+            carried += (part for part in parts if isinstance(part, MediaPart))
+            parts = tuple(part for part in parts if not isinstance(part, MediaPart))
+        elif message.role == "user":
+            parts, carried = (*carried, *parts), []
+        found.append(replace(message, parts=parts))
+    if carried:
+        raise invalid(carried[0].where, "is a picture of an answer that no message of the user follows")
+    return found
 
 
 def _smallest(*limits: int | None) -> int | None:
@@ -169,7 +187,8 @@ def _spoken_answer(message: AssistantMessage, param: str) -> tuple[TextPart, ...
 def _part(part: ContentPart, param: str, role: Role, info: ServiceInfo) -> Part | None:
     """One part of a message; None for thoughts."""
     is_media = isinstance(part, ImageContent | AudioContent | AudioUrlContent | VideoContent)
-    if is_media and role != "user":
+    is_drawn = isinstance(part, ImageContent) and role == "assistant" and info.has_image_output
+    if is_media and role != "user" and not is_drawn:
         raise RequestError(
             f"A message of the role '{role}' has text only; put the {str(part.__struct_config__.tag)!r} part into a "
             "user message.",

@@ -12,10 +12,13 @@ from msgspec import Struct
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http.forms import FORM
+from mingc.server.http.pictures import ImagesResponse
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
     COMPLETION_BODY,
     DETOKENIZE_BODY,
+    IMAGE_BODY,
+    IMAGE_EDIT_BODY,
     SPEECH_BODY,
     TOKENIZE_BODY,
     FunctionTool,
@@ -44,6 +47,9 @@ _STRUCTS = (
     CHAT_BODY,
     COMPLETION_BODY,
     SPEECH_BODY,
+    IMAGE_BODY,
+    IMAGE_EDIT_BODY,
+    ImagesResponse,
     TranscriptionBody,
     TOKENIZE_BODY,
     DETOKENIZE_BODY,
@@ -75,7 +81,11 @@ def openapi_document() -> bytes:
     _, schemas = msgspec.json.schema_components(_STRUCTS, ref_template="#/components/schemas/{name}")
     document: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "mingc", "version": __version__, "summary": "OpenAI-compatible chat and speech."},
+        "info": {
+            "title": "mingc",
+            "version": __version__,
+            "summary": "OpenAI-compatible chat, speech and pictures.",
+        },
         "paths": _paths(),
         "components": {
             "schemas": schemas,
@@ -88,7 +98,9 @@ def openapi_document() -> bytes:
 
 
 def _paths() -> Json:
-    chat, text = ({**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion))
+    chat, text, pictures = (
+        {**_json(each), "text/event-stream": {}} for each in (ChatCompletion, TextCompletion, ImagesResponse)
+    )
     kinds = ("mpeg", "ogg", "aac", "flac", "wav", "pcm", "PCMU", "PCMA")
     speech: Json = {name: {} for name in (*(f"audio/{kind}" for kind in kinds), "text/event-stream")}
     either = [_schema(each)["schema"] for each in (Transcription, VerboseTranscription)]
@@ -106,6 +118,14 @@ def _paths() -> Json:
         "/detokenize": {"post": _generation("Text of tokens.", DETOKENIZE_BODY, _json(Detokenized))},
         "/version": {"get": _list("Version of mingc.", _json(Version))},
         "/v1/audio/speech": {"post": _generation("Speak a text.", SPEECH_BODY, speech)},
+        "/v1/images/generations": {
+            "post": _generation("Draw pictures.", IMAGE_BODY, pictures, others=("507",))
+        },
+        "/v1/images/edits": {
+            "post": _generation(
+                "Change a picture.", IMAGE_EDIT_BODY, pictures, body_type=FORM, others=("507",)
+            )
+        },
         "/v1/audio/transcriptions": {
             "post": _generation("Transcribe speech.", TranscriptionBody, transcript, body_type=FORM)
         },

@@ -16,8 +16,10 @@ import msgspec
 from mingc.errors import RequestError
 from mingc.prompts.conversation import VideoParams
 from mingc.runtime.request import (
+    MAX_PICTURES,
     ChatRequest,
     CompletionRequest,
+    ImageRequest,
     SamplingParams,
     ServiceInfo,
     SpeechParams,
@@ -26,11 +28,13 @@ from mingc.runtime.voices import NewVoice, VoiceSample
 from mingc.server.audio_format import RATES, AudioFormat, AudioSpec, default_rate
 from mingc.server.http.body import decode_body, decode_small
 from mingc.server.http.constraints import parse_constraint
+from mingc.server.http.drawing import cannot_draw, read_drawing
 from mingc.server.http.field_errors import as_integer, invalid, missing, shorten, too_long
 from mingc.server.http.forms import decode_form
 from mingc.server.http.messages import parse_messages
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
+    CHAT_DRAWING_REFUSED,
     CHAT_REFUSED,
     COMPLETION_BODY,
     COMPLETION_REFUSED,
@@ -66,11 +70,13 @@ class ParsedText(Generic[Request]):
     """A parsed chat or completion, and how its answers are delivered. Media of its messages and the recording of a
     voice are not read yet.
 
-    `audio`: the clip of a spoken answer. `shown_prompt`: what is repeated before each answer of a completion.
+    `audio`: the clip of a spoken answer. `drawing`: what to draw instead of a chat's answer, without its messages.
+    `shown_prompt`: what is repeated before each answer of a completion.
     """
 
     request: Request
     audio: AudioSpec | None = None
+    drawing: ImageRequest | None = None
     stream: bool = False
     include_usage: bool = False
     shown_prompt: str | tuple[int, ...] = ""
@@ -114,7 +120,7 @@ def parse_completion(raw: bytes | memoryview, info: ServiceInfo, options: ServeO
         raise _unsupported("best_of", f"all {num_answers} answers are returned; use 'n'")
     if body.echo and body.logprobs is not None:
         raise _unsupported("echo", "log probabilities of the prompt are not computed; leave 'logprobs' out")
-    _refuse_all(body, COMPLETION_REFUSED)
+    refuse_all(body, COMPLETION_REFUSED)
     request = CompletionRequest(
         request_id=f"cmpl-{uuid.uuid4().hex[:24]}",
         prompt=prompt,
@@ -147,7 +153,7 @@ def parse_tokenize(
     elif body.messages is not None:
         raise invalid("prompt", "is given beside 'messages'; send one of them")
     else:
-        _refuse_all(body, TOKENIZE_REFUSED)
+        refuse_all(body, TOKENIZE_REFUSED)
         prompt = body.prompt
     return prompt, body.return_token_strs or False
 
@@ -169,7 +175,7 @@ def _decode_text(raw: bytes | memoryview, body_type: type[_TextBody], info: Serv
             code="unsupported_model",
         )
     body = decode_body(raw, body_type)
-    _check_model(body.model, info)
+    check_model(body.model, info)
     return body
 
 
@@ -206,8 +212,45 @@ def _chat(body: ChatBody, info: ServiceInfo, options: ServeOptions, refused: Ref
         num_answers=num_answers,
     )
     include_usage = _include_usage(body)
-    _refuse_all(body, refused)
-    return ParsedText(request=request, audio=audio, stream=stream, include_usage=include_usage)
+    refuse_all(body, refused)
+    drawing = _drawing(body, request)
+    return ParsedText(
+        request=request, audio=audio, drawing=drawing, stream=stream, include_usage=include_usage
+    )
+
+
+def _drawing(body: ChatBody, request: ChatRequest) -> ImageRequest | None:
+    """What to draw, if `modalities` request a picture."""
+    objects = {"image_generation": body.image_generation, "extra_body": body.extra_body}
+    if "image" not in (body.modalities or ()):
+        names = (*objects, "width", "height", "num_inference_steps", "guidance_scale", "negative_prompt")
+        for name in names:
+            if getattr(body, name) is not None:
+                raise invalid(name, "is given, but 'modalities' does not request a picture: send ['image']")
+        return None
+    sampling, num_pictures = request.sampling, request.num_answers
+    for name, is_given in (
+        ("tools", bool(request.tools.tools)),
+        ("logprobs", sampling.num_logprobs is not None),
+        (sampling.constraint.param if sampling.constraint else "", sampling.constraint is not None),
+        ("thinking", request.thinking),
+    ):
+        if is_given:
+            raise invalid(name, "is for answers of text, but 'modalities' requests a picture")
+    if num_pictures > MAX_PICTURES:
+        raise invalid("n", f"is {num_pictures}; a request may have {MAX_PICTURES} pictures")
+    sources: list[tuple[str, msgspec.Struct]] = [("", body)]
+    for name, fields in objects.items():
+        if fields is not None:
+            refuse_all(fields, CHAT_DRAWING_REFUSED, f"{name}.")
+            sources.append((f"{name}.", fields))
+    return ImageRequest(
+        request_id=request.request_id,
+        messages=(),
+        num_pictures=num_pictures,
+        priority=request.priority,
+        **read_drawing(*sources),
+    )
 
 
 def _prompt(prompt: str | Sequence[str | float | Sequence[float]] | None) -> str | tuple[int, ...]:
@@ -232,14 +275,14 @@ def parse_speech(raw: bytes | memoryview, info: ServiceInfo, options: ServeOptio
     if not info.has_speech:
         raise no_speech(info, "model", "unsupported_model")
     body = decode_body(raw, SPEECH_BODY)
-    _check_model(body.model, info)
+    check_model(body.model, info)
     if body.input is None:
         raise missing("input")
     if len(body.input) > options.max_speech_characters:
         raise too_long("input", options.max_speech_characters)
     if not body.input.strip():
         raise invalid("input", "is empty: there is nothing to speak")
-    _refuse_all(body, SPEECH_REFUSED)
+    refuse_all(body, SPEECH_REFUSED)
     speech = _speech_params(body, info, options, "")
     if speech.speech_lead is None and body.stream is None and body.stream_format is None:
         # Whether somebody listens or saves a file is not known: first as early as for a listener, then unpaced.
@@ -266,7 +309,7 @@ def unknown_model(name: str, info: ServiceInfo) -> RequestError:
     )
 
 
-def _check_model(model: str | None, info: ServiceInfo) -> None:
+def check_model(model: str | None, info: ServiceInfo) -> None:
     """A request without a model uses the served one."""
     if model is not None and model not in info.names:
         raise unknown_model(model, info)
@@ -285,19 +328,24 @@ def _unsupported(param: str, why: str) -> RequestError:
     return RequestError(f"'{param}' is not supported: {why}.", param=param, code="unsupported_parameter")
 
 
-def _refuse_all(body: msgspec.Struct, refused: Refused) -> None:
+def refuse_all(body: msgspec.Struct, refused: Refused, prefix: str = "") -> None:
     for name, (why, neutral) in refused.items():
-        _refuse(body, name, why, unless=neutral)
+        _refuse(body, name, why, unless=neutral, prefix=prefix)
 
 
 def _refuse(
     body: msgspec.Struct, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
 ) -> None:
     """Refuse a known but unsupported field, except with a value that requests nothing."""
-    raw: msgspec.Raw = getattr(body, name)
-    if not raw:
+    value = getattr(body, name)
+    if not value:
         return
-    value = decode_small(raw)
+    if isinstance(value, msgspec.Raw):
+        value = decode_small(value)
+    else:  # of a form
+        unless = [
+            good if isinstance(good, str) else str(msgspec.json.encode(good), "utf-8") for good in unless
+        ]
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
     if value is not None and not neutral:
@@ -313,14 +361,22 @@ def _audio(
     modalities = body.modalities or ["text"]
     if not info.has_speech and ("audio" in modalities or body.audio is not None):
         raise no_speech(info, "modalities" if "audio" in modalities else "audio")
-    able = "['text'] or ['text', 'audio']" if info.has_speech else "['text']"
+    able = " or ".join(
+        ["['text']"] + ["['text', 'audio']"] * info.has_speech + ["['image']"] * info.has_image_output
+    )
     for index, modality in enumerate(modalities):
-        if modality not in ("text", "audio"):
+        if modality == "image" and not info.has_image_output:
+            raise cannot_draw(info, f"modalities[{index}]", "unsupported_modality")
+        if modality not in ("text", "audio", "image"):
             raise RequestError(
                 f"This artifact cannot answer with the modality {shorten(modality)}: use {able}.",
                 param=f"modalities[{index}]",
                 code="unsupported_modality",
             )
+    if "image" in modalities:
+        if "audio" in modalities or body.audio is not None:
+            raise invalid("modalities", "requests a picture and speech: an answer is one of them")
+        return None, None
     if "text" not in modalities:
         raise RequestError(
             "'modalities' must contain 'text': speech is generated from the text of the answer.",

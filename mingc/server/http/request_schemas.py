@@ -9,11 +9,18 @@ or another field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from msgspec import Meta, Raw, Struct, defstruct, field, json
 
+from mingc.runtime.request import (
+    MAX_GUIDANCE,
+    MAX_IMAGE_SIDE,
+    MAX_IMAGE_STEPS,
+    MAX_PARTIAL_IMAGES,
+    MAX_PICTURES,
+)
 from mingc.server.audio_format import MAX_RATE, MIN_RATE
 from mingc.server.http.body import MediaString
 from mingc.server.http.forms import File
@@ -42,6 +49,8 @@ MAX_LOGPROBS = 5  # of completions
 MAX_BIASES = 300
 MAX_BIAS = 100.0
 MAX_SCHEMA_NAME = 64  # as with OpenAI
+MAX_DRAWING_PROMPT = 32_000  # characters, as with OpenAI
+MAX_EDITED_PICTURES = 16  # as with OpenAI
 
 _ABSENT: Raw = field(default_factory=Raw)  # no default: Raw has none in a JSON schema
 
@@ -70,6 +79,11 @@ _TOKEN_ID = Meta(ge=0, le=MAX_TOKEN_ID)
 _NUM_ANSWERS = Meta(ge=1, le=MAX_ANSWERS)
 _TOP_LOGPROBS = Meta(ge=0, le=MAX_TOP_LOGPROBS)
 _LOGPROBS = Meta(ge=0, le=MAX_LOGPROBS)
+_STEPS = Meta(ge=1, le=MAX_IMAGE_STEPS)
+_NUM_PICTURES = Meta(ge=1, le=MAX_PICTURES)
+_NUM_PARTIALS = Meta(ge=0, le=MAX_PARTIAL_IMAGES)
+_PERCENT = Meta(ge=0, le=100)
+_SIDE = Meta(ge=1, le=MAX_IMAGE_SIDE)
 Count = Annotated[int, _COUNT] | Annotated[float, _COUNT]
 MinCount = Annotated[int, _MIN_COUNT] | Annotated[float, _MIN_COUNT]
 TopK = Annotated[int, _TOP_K] | Annotated[float, _TOP_K]
@@ -80,6 +94,13 @@ TokenId = Annotated[int, _TOKEN_ID] | Annotated[float, _TOKEN_ID]
 NumAnswers = Annotated[int, _NUM_ANSWERS] | Annotated[float, _NUM_ANSWERS]
 TopLogprobs = Annotated[int, _TOP_LOGPROBS] | Annotated[float, _TOP_LOGPROBS]
 Logprobs = Annotated[int, _LOGPROBS] | Annotated[float, _LOGPROBS]
+Steps = Annotated[int, _STEPS] | Annotated[float, _STEPS]
+NumPictures = Annotated[int, _NUM_PICTURES] | Annotated[float, _NUM_PICTURES]
+NumPartials = Annotated[int, _NUM_PARTIALS] | Annotated[float, _NUM_PARTIALS]
+Percent = Annotated[int, _PERCENT] | Annotated[float, _PERCENT]
+Side = Annotated[int, _SIDE] | Annotated[float, _SIDE]
+Guidance = Annotated[float, Meta(ge=0.0, le=MAX_GUIDANCE)]
+DrawingPrompt = Annotated[str, Meta(max_length=MAX_DRAWING_PROMPT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 _NUMERALS = Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,7}$"}})
 Biases = Annotated[dict[str, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]], _NUMERALS]
@@ -310,6 +331,32 @@ class ProcessorSwitches(Struct, kw_only=True, forbid_unknown_fields=True):
     use_audio_in_video: bool | None = None
 
 
+class DrawingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a picture is drawn; names of vLLM-Omni and SGLang-Omni beside OpenAI's `size`.
+
+    `size`: `WIDTHxHEIGHT` or `auto`, `width` and `height`, or `aspect_ratio` (`16:9`); by default 1024x1024, or the
+    shape of the picture that is changed.
+    """
+
+    size: Annotated[str, Meta(max_length=16)] | None = None
+    width: Side | None = None
+    height: Side | None = None
+    aspect_ratio: Annotated[str, Meta(max_length=16)] | None = None
+    num_inference_steps: Steps | None = None
+    guidance_scale: Guidance | None = None
+    negative_prompt: DrawingPrompt | None = None
+    seed: int | float | None = None
+
+
+class ChatDrawing(DrawingFields, kw_only=True):
+    """How a picture of a chat is drawn; `CHAT_DRAWING_REFUSED` has the rest."""
+
+    num_outputs_per_prompt: Raw = _ABSENT
+    true_cfg_scale: Raw = _ABSENT
+    semantic_source: Raw = _ABSENT
+    enable_text_rendering: Raw = _ABSENT
+
+
 class TextFormat(Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     """The answer is free."""
 
@@ -410,6 +457,14 @@ class ChatBody(TextBody, kw_only=True):
     video_max_pixels: Pixels | None = None
     video_total_pixels: Pixels | None = None
     mm_processor_kwargs: ProcessorSwitches | None = None
+    # pictures as answers: `image_generation` as SGLang-Omni has it; vLLM-Omni has `extra_body`, or its fields here
+    image_generation: ChatDrawing | None = None
+    extra_body: ChatDrawing | None = None
+    width: Side | None = None
+    height: Side | None = None
+    num_inference_steps: Steps | None = None
+    guidance_scale: Guidance | None = None
+    negative_prompt: DrawingPrompt | None = None
 
 
 class CompletionBody(TextBody, kw_only=True):
@@ -452,6 +507,32 @@ class SpeechBody(SpeechFields, kw_only=True):
     stream_format: Literal["audio", "sse"] | None = None
     timestamp_granularities: Annotated[list[str], Meta(max_length=8)] | None = None
     priority: Priority | None = None
+
+
+class ImageBody(DrawingFields, kw_only=True):
+    """Fields of `POST /v1/images/generations` that change the answer; `IMAGE_BODY` has all.
+
+    `output_compression`: the quality of JPEG and WebP. `partial_images`: unfinished states of each picture, in a
+    stream.
+    """
+
+    prompt: DrawingPrompt | None = None
+    model: str | None = None
+    n: NumPictures | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: Percent | None = None
+    stream: bool | None = None
+    partial_images: NumPartials | None = None
+    priority: Priority | None = None
+
+
+class ImageEditBody(ImageBody, kw_only=True):
+    """The form of `POST /v1/images/edits`; `IMAGE_EDIT_BODY` has all fields.
+
+    `image`: one or several pictures. The model sees all, and the first one is changed.
+    """
+
+    image: Annotated[list[File], Meta(max_length=MAX_EDITED_PICTURES)] | None = None
 
 
 class NewVoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -509,7 +590,7 @@ _SERVING_REFUSED: Refused = {
     ),
     **dict.fromkeys(("ebnf", "regex"), ("use 'structured_outputs'", ())),
     **dict.fromkeys(("custom_logit_processor", "custom_params"), ("use 'logit_bias'", ())),
-    "images_config": ("images are not generated", ()),
+    "images_config": ("use 'image_generation'", ()),
     "logprob_token_ids": ("the likeliest tokens are returned; use 'top_logprobs' or 'logprobs'", ()),
     "lora_path": ("there are no adapters", ()),
     "ngram_corpus_id": ("tokens are not guessed ahead", ()),
@@ -531,7 +612,6 @@ CHAT_REFUSED: Refused = {
     "moderation": ("nothing is moderated here", ()),
     "web_search_options": ("nothing is searched here", ()),
     "verbosity": ("the length is not steered; use 'max_tokens'", ("medium",)),
-    "image_generation": ("images are not generated", ()),
     "stage_sampling": ("sampling is set for the whole request", ({},)),
     "stage_params": ("parameters are set for the whole request", ({},)),
     "best_of": ("all answers are returned; use 'n'", (1,)),
@@ -576,6 +656,38 @@ SPEECH_REFUSED: Refused = dict.fromkeys(
 ) | {
     "word_timestamps": ("the times of words are not known; use 'timestamp_granularities': ['segment']", (False,)),
 }  # fmt: skip
+CHAT_DRAWING_REFUSED: Refused = {
+    "true_cfg_scale": ("use 'guidance_scale'", ()),
+    "num_outputs_per_prompt": ("use 'n'", (1,)),
+    "semantic_source": ("the thinker alone reads the prompt", ("thinker",)),
+    "enable_text_rendering": ("text in quotes is always drawn", (True,)),
+}
+_NO_ANIMATION: tuple[str, tuple[object, ...]] = ("pictures do not move", ())
+IMAGE_REFUSED: Refused = {
+    "response_format": ("pictures are not stored, so they have no URL; use 'b64_json'", ("b64_json",)),
+    "background": ("pictures have no transparency", ("auto", "opaque")),
+    "quality": ("use 'num_inference_steps'", ("auto", "standard", "medium")),
+    "style": ("describe the style in 'prompt'", ()),
+    "complexity": ("use 'num_inference_steps'", ()),
+    "moderation": ("nothing is moderated here", ("auto", "low")),
+    "frame_count": _NO_ANIMATION,
+    "frame_duration_ms": _NO_ANIMATION,
+    "svg": ("pictures have pixels", ()),
+    "true_cfg_scale": CHAT_DRAWING_REFUSED["true_cfg_scale"],
+    "generator_device": ("noise is drawn on the CPU, so that a seed gives one picture everywhere", ("cpu",)),
+    **dict.fromkeys(("vae_use_slicing", "vae_use_tiling"), ("pictures are decoded whole", (False,))),
+    "lora": ("there are no adapters", ()),
+}
+_NO_MASK: tuple[str, tuple[object, ...]] = (
+    "the whole picture is drawn anew; say in 'prompt' what is to change",
+    (),
+)
+IMAGE_EDIT_REFUSED: Refused = {
+    **IMAGE_REFUSED,
+    "mask": _NO_MASK,
+    "markup": _NO_MASK,
+    "input_fidelity": ("the model always gets the whole picture", ("high", "low")),
+}
 # Fields that change no answer.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
@@ -591,12 +703,21 @@ def _refusal(why: str, neutral: tuple[object, ...]) -> str:
     return f"Refused, except {values}: {why}." if values else f"Refused: {why}."
 
 
-def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
-    """Define a struct of the same name that also has the refused and the ignored fields, undecoded."""
+def _with_other_fields(
+    body: type[_Body], refused: Refused, other: Any = Raw, files: Sequence[str] = ()
+) -> type[_Body]:
+    """Define a struct of the same name that also has the refused and the ignored fields, undecoded.
+
+    `other`: their type, which is text in a form but for `files`.
+    """
     others = {name: _refusal(why, neutral) for name, (why, neutral) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [
-        (name, Annotated[Raw, Meta(description=text)], field(default_factory=Raw))
+        (
+            name,
+            Annotated[File if name in files else other, Meta(description=text)],
+            field(default_factory=other),
+        )
         for name, text in others.items()
     ]
     name, doc = body.__name__, {"__doc__": body.__doc__}
@@ -608,5 +729,7 @@ def _with_other_fields(body: type[_Body], refused: Refused) -> type[_Body]:
 CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
 COMPLETION_BODY = _with_other_fields(CompletionBody, COMPLETION_REFUSED)
 TOKENIZE_BODY = _with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
+IMAGE_BODY = _with_other_fields(ImageBody, IMAGE_REFUSED)
+IMAGE_EDIT_BODY = _with_other_fields(ImageEditBody, IMAGE_EDIT_REFUSED, str, ("mask", "markup"))
 DETOKENIZE_BODY = _with_other_fields(DetokenizeBody, {})
 SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)

@@ -134,7 +134,7 @@ class PromptTokensDetails(Struct, forbid_unknown_fields=True):
 
 
 class ChatUsage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's usage of a chat (text tokens), with audio patches and seconds added."""
+    """OpenAI's usage of a chat (tokens of text or pictures), with audio patches and seconds added."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -165,10 +165,20 @@ class AnswerCall(Struct, tag_field="type", tag="function", forbid_unknown_fields
     function: CalledFunction
 
 
-class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True):
-    """`content`: null if the answer has calls and no text."""
+class PictureUrl(Struct, forbid_unknown_fields=True):
+    """`url`: a data URL."""
 
-    content: str | None
+    url: str
+
+
+class PicturePart(Struct, tag_field="type", tag="image_url", forbid_unknown_fields=True, kw_only=True):
+    image_url: PictureUrl
+
+
+class AnswerMessage(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True, kw_only=True):
+    """`content`: null if the answer has calls and no text; a list if it is a picture."""
+
+    content: str | list[PicturePart] | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[AnswerCall] | UnsetType = UNSET
@@ -243,7 +253,7 @@ class DeltaCall(Struct, kw_only=True):
 
 class Delta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType | None = UNSET
+    content: str | list[PicturePart] | UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[DeltaCall] | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
@@ -390,10 +400,14 @@ def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
     inputs = {"text": True, "image": info.has_image, "audio": info.has_audio_input, "video": info.has_video}
     return {
         "input_modalities": [name for name, is_able in inputs.items() if is_able],
-        "output_modalities": ["text"] * info.has_text + ["audio"] * info.has_speech,
+        "output_modalities": ["text"] * info.has_text
+        + ["audio"] * info.has_speech
+        + ["image"] * info.has_image_output,
         "routes": ["/v1/chat/completions", "/v1/completions"] * info.has_text
         + ["/v1/audio/transcriptions"] * (info.has_text and info.has_audio_input)
-        + ["/v1/audio/speech"] * info.has_speech,
+        + ["/v1/audio/speech"] * info.has_speech
+        + ["/v1/images/generations"] * info.has_image_output
+        + ["/v1/images/edits"] * (info.has_image_output and info.has_image),
         "media_limits": {"request_bytes": options.max_media_bytes, **info.media_limits}
         if info.media_limits
         else UNSET,
@@ -401,10 +415,11 @@ def _abilities(info: ServiceInfo, options: ServeOptions) -> dict[str, Any]:
 
 
 def chat_usage(usage: Usage) -> ChatUsage:
+    num_tokens = usage.completion_tokens + usage.image_tokens
     return ChatUsage(
         prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=usage.prompt_tokens + num_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
         audio_patches=usage.audio_patches,
         audio_seconds=usage.audio_seconds,
@@ -523,6 +538,25 @@ class ChatResponseBuilder:
             usage=chat_usage(total_usage(dones)),
             timings_ms=last_timings(dones),
             speech_error=_speech_error(dones[0]),
+        )
+
+    def pictures(self, pictures: Sequence[PicturePart], done: Done) -> ChatCompletion:
+        """Make answers of a picture each."""
+        return ChatCompletion(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=[
+                Choice(
+                    index=index,
+                    message=AnswerMessage(content=[picture], refusal=None),
+                    logprobs=None,
+                    finish_reason=done.finish_reason,
+                )
+                for index, picture in enumerate(pictures)
+            ],
+            usage=chat_usage(done.usage),
+            timings_ms=done.timings_ms,
         )
 
     def end_chunk(self, done: Done) -> ChatChunk:

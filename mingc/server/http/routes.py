@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mingc.errors import CapacityError, MingcError, RequestError
 from mingc.prompts.conversation import MediaPart
+from mingc.prompts.conversation import Message as ConversationMessage
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.prompts.transcription import MAX_TRANSCRIPT_TOKENS, SEGMENTS_AHEAD
 from mingc.runtime.request import (
@@ -53,6 +54,17 @@ from mingc.server.http.parsing import (
     parse_speech,
     parse_tokenize,
     parse_voice,
+)
+from mingc.server.http.pictures import (
+    PICTURE_BYTES,
+    ParsedPictures,
+    chat_picture_chunks,
+    chat_pictures,
+    most_tokens,
+    parse_edit,
+    parse_generation,
+    picture_events,
+    whole_pictures,
 )
 from mingc.server.http.request_schemas import MAX_RECORDING_S, MAX_REF_TEXT, MAX_SAMPLE_BYTES
 from mingc.server.http.response_schemas import (
@@ -267,17 +279,27 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     parsed = await state.parse(parse_chat, body.take())
     request, audio = parsed.request, parsed.audio
     texts = [message.prompt_text for message in request.messages]
+    num_tokens = request.sampling.max_tokens * request.num_answers
     body.key.add_text(
         "".join((*texts, *(tool.definition for tool in request.tools.tools))),
-        request.sampling.max_tokens * request.num_answers,
+        num_tokens if parsed.drawing is None else most_tokens(parsed.drawing),
         is_spoken=request.speech is not None,
     )
-    stream, include_usage = parsed.stream, parsed.include_usage
+    stream, include_usage, drawing = parsed.stream, parsed.include_usage, parsed.drawing
     del parsed  # its base64, which is decoded now
     request = await _load_media(state, request, body)
     builder = ChatResponseBuilder(
         request_id=request.request_id, model=server.service.info.model, include_usage=include_usage
     )
+    if drawing is not None:
+        drawing = replace(drawing, messages=request.messages, reference=_newest_picture(request.messages))
+        with state.answers.reserve(drawing.num_pictures * PICTURE_BYTES):
+            async with timer.measure(server.service.draw(drawing)) as pictures:
+                if stream:
+                    await response.send_stream(SSE, chat_picture_chunks(pictures, builder))
+                else:
+                    await response.send_data(JSON, await chat_pictures(pictures, builder))
+        return
     options: Any = {"num_answers": request.num_answers, "tokenizer": _tokenizer_for(server, request)}
     if stream:
         with nullcontext() if audio is None else state.stream(audio) as clip:
@@ -288,6 +310,13 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
             async with timer.measure(server.service.answers(request)) as answers:
                 whole = await chat_completion(answers, builder, kept, **options)
             await response.send_whole(JSON, *whole)
+
+
+def _newest_picture(messages: Sequence[ConversationMessage]) -> MediaPart | None:
+    """The first picture of the user's last message, which a drawing changes."""
+    last = next((each for each in reversed(messages) if each.role == "user"), None)
+    parts = () if last is None else last.parts
+    return next((each for each in parts if isinstance(each, MediaPart) and each.kind == "image"), None)
 
 
 async def _load_media(state: HttpState, request: ChatRequest, body: RequestBody) -> ChatRequest:
@@ -387,6 +416,31 @@ async def handle_transcription(state: HttpState, body: RequestBody, response: Re
             await response.send_data(content_type, data)
 
 
+async def handle_generation(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/images/generations`."""
+    await _draw(state, body, response, await state.parse(parse_generation, body.take()))
+
+
+async def handle_edit(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
+    """`POST /v1/images/edits`. The pictures are views of the body, so the body stays charged."""
+    parse = partial(parse_edit, content_type=body.content_type)
+    await _draw(state, body, response, await state.parse(parse, body.take()))
+
+
+async def _draw(
+    state: HttpState, body: RequestBody, response: ResponseWriter, parsed: ParsedPictures
+) -> None:
+    request, timer = parsed.request, state.server.metrics.timer()
+    texts = (*(each.prompt_text for each in request.messages), request.negative_prompt or "")
+    body.key.add_text("".join(texts), most_tokens(request))
+    with state.answers.reserve(request.num_pictures * PICTURE_BYTES):
+        async with timer.measure(state.server.service.draw(request)) as events:
+            if parsed.stream:
+                await response.send_stream(SSE, picture_events(events, parsed))
+            else:
+                await response.send_data(JSON, await whole_pictures(events, parsed))
+
+
 async def handle_speech(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/audio/speech`."""
     server = state.server
@@ -468,9 +522,15 @@ async def transcribed(service: Service, sample: VoiceSample, key: KeyUse) -> Voi
 
 
 HANDLERS: dict[str, Handler] = {
+    "/v1/images/generations": handle_generation,
     "/v1/chat/completions": handle_chat,
     "/v1/completions": handle_completion,
     "/v1/audio/speech": handle_speech,
     "/tokenize": handle_tokenize,
     "/detokenize": handle_detokenize,
+}
+FORM_HANDLERS: dict[str, Handler] = {
+    "/v1/audio/voices": handle_add_voice,
+    "/v1/audio/transcriptions": handle_transcription,
+    "/v1/images/edits": handle_edit,
 }

@@ -20,6 +20,7 @@ from mingc.runtime.request import (
     AudioDelta,
     Done,
     Event,
+    ImageEvent,
     TextDelta,
     TokenLogprobs,
     ToolCallDelta,
@@ -49,7 +50,7 @@ SSE = "text/event-stream; charset=utf-8"
 Clip = LiveClip | KeptClip
 Whole = tuple[int, AsyncIterator[bytes]]
 """A body: its length, and its parts."""
-_Each = TypeVar("_Each", bound=Event | tuple[int, Event])
+_Each = TypeVar("_Each", bound=Event | ImageEvent | tuple[int, Event])
 
 
 class ResponseWriter:

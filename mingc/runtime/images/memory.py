@@ -1,0 +1,69 @@
+"""Memory that drawing takes, by the size of a batch: planned before a batch begins.
+
+The plan is an upper bound from the sizes of the networks. It counts what is alive at the widest point of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
+from mingc.prompts.picture_sizes import RESOLUTIONS, Size, sizes
+from mingc.runtime.images.tokens import padded
+
+_HIDDEN, _WIDE, _FLOATS = (
+    6,
+    3,
+    4,
+)  # values a row: of the width, of the feed-forward network, and float32 of the width
+_PLANES = 4  # tensors of the two finest levels that are alive in the VAE
+_SCORES = 3  # matrices of scores of the VAE's attention, float32
+_FLOAT = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageMemory:
+    """Bytes of batches.
+
+    Attributes:
+        itemsize: bytes of a value of the networks.
+        max_samples: of a batch; with guidance each picture has two.
+    """
+
+    sampler: ImageDitParameters
+    vae: ImageVaeParameters
+    itemsize: int
+    max_samples: int
+
+    def num_tokens(self, size: Size) -> int:
+        """Tokens of a picture of `size`."""
+        side = self.vae.scale * self.sampler.patch_size
+        return (size[0] // side) * (size[1] // side)
+
+    def batch_bytes(
+        self, size: Size, num_pictures: int, *, num_caption: int, num_samples: int, num_frames: int
+    ) -> int:
+        """Bytes at the most for pictures of `size` (H, W) in pixels.
+
+        `num_samples`: 2 with guidance. `num_frames`: 2 with a reference. `num_caption`: rows.
+        """
+        tokens = padded(num_frames * self.num_tokens(size), self.sampler.token_multiple)
+        rows = num_pictures * num_samples * (tokens + num_caption)
+        hidden, wide = self.sampler.hidden_size, self.sampler.feed_forward_size
+        row_bytes = (_HIDDEN * hidden + _WIDE * wide) * self.itemsize + _FLOATS * hidden * _FLOAT
+        return max(rows * row_bytes, self._decode_bytes(size))
+
+    def _decode_bytes(self, size: Size) -> int:
+        """For one picture: they are decoded one after the other."""
+        pixels = size[0] * size[1]
+        places = pixels // self.vae.scale**2
+        planes = _PLANES * sum(self.vae.block_channels[:2]) * pixels * self.itemsize
+        return max(planes, _SCORES * _FLOAT * places**2)
+
+    def most_bytes(self, num_pictures: int, num_caption: int) -> int:
+        """Bytes of the largest batch of so many pictures, with guidance and a reference."""
+        return max(
+            self.batch_bytes(size, num_pictures, num_caption=num_caption, num_samples=2, num_frames=2)
+            for resolution in RESOLUTIONS
+            for size in sizes(resolution)
+        )
