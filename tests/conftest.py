@@ -18,6 +18,7 @@ EXPORTED = {
     "artifact",
     "compiled_artifact",
     "eager_artifact",
+    "image_artifact",
     "synthetic_thinker_artifact",
     "two_rank_artifact",
     "wide_thinker_artifact",
@@ -60,3 +61,10 @@ def eager_artifact() -> Path:
 def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny checkpoint with the folders of image generation. Links: not to be written into."""
     return lay_image_checkpoint(tmp_path_factory.mktemp("images") / "tiny-ming")
+
+
+@pytest.fixture(scope="session")
+def image_artifact(image_checkpoint: Path) -> Path:
+    """As `eager_artifact`, of the checkpoint with image generation and without speech."""
+    stages = "thinker,vision_encoder,image_condition,glyph,image_dit,image_vae"
+    return export_eager("--stages", stages, checkpoint=image_checkpoint)

@@ -19,6 +19,7 @@ from conformance.engines import Engines
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.errors import WorkerError
 from mingc.prompts.thinker_prompt import ThinkerPrompt
+from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import Recorder, SamplingParams
@@ -215,6 +216,9 @@ class StepRecorder:
 
     def launch_prefill(self, step: PrefillStep, *, options: SampleOptions = NO_OPTIONS) -> LaunchedTokens:
         raise AssertionError("the host samples")
+
+    def take_rows(self, tokens: Ints) -> AsyncHostCopy:
+        return self._runner.take_rows(tokens)
 
     def _rows(self, pages: Ints) -> Ints:
         return np.array([self._find_row(int(page)) for page in pages[:, 0]], np.int64)

@@ -43,6 +43,11 @@ _TABLES = {
 }
 
 
+def sizes(resolution: int) -> tuple[Size, ...]:
+    """The sizes that the sampler works in for one of `RESOLUTIONS`."""
+    return tuple(size for _, size in _TABLES[resolution])
+
+
 def bucket(asked: Size, resolution: int = DEFAULT_RESOLUTION) -> Size:
     """The size that the sampler works in for a picture of the size `asked`."""
     ratio = asked[0] / asked[1]

@@ -181,6 +181,7 @@ MAX_IMAGE_STEPS = 200
 MAX_GUIDANCE = 100.0
 MAX_IMAGE_SIDE = 8192  # of the size that is asked for
 MAX_PARTIAL_IMAGES = 3
+MAX_SEED = (1 << 53) - 1  # as the numbers of JSON; picture i has the seed of the request plus i
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -490,8 +491,8 @@ class MemoryUse:
     """Bytes that one part of a running model has allocated on one device.
 
     `device`: `cpu`, `cuda:N`, or `host` for host memory that does not depend on the device of the model. `owner`: the
-    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache` and `voice_cache`, whose
-    bytes are limits.
+    weights of a stage (`thinker_weights`), `kv_pages`, `talker_slots`, or `encoder_cache`, `voice_cache` and
+    `image_workspace` (what a batch of pictures may take), whose bytes are limits.
     """
 
     device: str
@@ -503,15 +504,16 @@ class MemoryUse:
 class ServiceLoad:
     """Load of a running model.
 
-    At present: the thinker's KV pages (`kv_pages_used`, `kv_pages_total`; 0 without a thinker), the chats that wait for
-    the thinker and the requests whose next speech segment waits for the talker (`num_waiting`, by engine), pages in the
-    prefix cache, also while in use (`cached_pages`), bytes of cached embeddings (`encoder_cache_bytes`), and live
-    speech by state (`listeners`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
+    At present: the thinker's KV pages (`kv_pages_used`, `kv_pages_total`; 0 without a thinker), the chats that wait
+    for the thinker and the requests whose next speech segment waits for the talker, pictures whose batch has not
+    begun (`num_waiting`, by engine), pages in the prefix cache, also while in use (`cached_pages`), bytes of cached
+    embeddings (`encoder_cache_bytes`), and live speech by state (`listeners`), and pictures of the batch that is
+    being drawn (`drawing_pictures`). Since the start: prompt tokens that were computed (`prefilled_tokens`) or not
     (`reused_tokens`), pages of the prefix cache that were given to other requests (`evicted_pages`), how often a
     chat lost its pages to an older one (`num_preempted`), images, videos and clips that were encoded
-    (`encoder_misses`) or not (`encoder_hits`), and patches of live speech that were ready after their playback time
-    (`num_underruns`). `memory` was allocated at start. `limits`: how much of each limit is in use, and the
-    limit.
+    (`encoder_misses`) or not (`encoder_hits`), patches of live speech that were ready after their playback time
+    (`num_underruns`), pictures (`drawn_pictures`) and steps of their batches (`image_steps`). `memory` was
+    allocated at start. `limits`: how much of each limit is in use, and the limit.
     """
 
     kv_pages_used: int = 0
@@ -527,6 +529,9 @@ class ServiceLoad:
     encoder_cache_bytes: int = 0
     listeners: Mapping[str, int] = field(default_factory=dict)
     num_underruns: int = 0
+    drawing_pictures: int = 0
+    drawn_pictures: int = 0
+    image_steps: int = 0
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     memory: tuple[MemoryUse, ...] = ()
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mingc.errors import ServeError
-from mingc.runtime.request import AudioDelta, FinishReason, TokenLogprobs
+from mingc.runtime.request import (
+    AudioDelta,
+    FinishReason,
+    ImageDone,
+    ImageProgress,
+    PartialImage,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +72,16 @@ class FailedItem:
 MAX_UNREAD_BYTES = 256 << 20
 _FAIR_PATCHES = 4
 
-Item = TokenItem | HiddenRowsItem | AudioDelta | TextEndItem | FailedItem
+Item = (
+    TokenItem
+    | HiddenRowsItem
+    | AudioDelta
+    | TextEndItem
+    | ImageProgress
+    | PartialImage
+    | ImageDone
+    | FailedItem
+)
 
 
 class EventQueue:
@@ -75,7 +91,7 @@ class EventQueue:
     GIL to the loop, and a step has an item for every request.
 
     Attributes:
-        unread_bytes: bytes of the patches that were handed over and not read; the event loop changes it.
+        unread_bytes: bytes of the patches and pictures that were handed over and not read; the event loop changes it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, max_unread_bytes: int = MAX_UNREAD_BYTES) -> None:
@@ -155,9 +171,8 @@ class RequestStream:
             self._filled.clear()
             await self._filled.wait()
         item = self._items.popleft()
-        if isinstance(item, AudioDelta):
-            self._patches_taken += 1
-            self._event_queue.unread_bytes -= item.samples.nbytes
+        self._patches_taken += isinstance(item, AudioDelta)
+        self._event_queue.unread_bytes -= _num_bytes(item)
         return item
 
     def close(self) -> None:
@@ -176,4 +191,9 @@ class RequestStream:
 
 
 def _num_bytes(item: Item) -> int:
-    return item.samples.nbytes if isinstance(item, AudioDelta) else 0
+    match item:
+        case AudioDelta():
+            return item.samples.nbytes
+        case PartialImage() | ImageDone():
+            return item.pixels.nbytes
+    return 0

@@ -193,6 +193,7 @@ def make_thinker_worker(
             max_prompts=64,  # as many as the stage takes
             max_chunk=max_chunk,
         ),
+        keeps_rows=True,
     )
 
 

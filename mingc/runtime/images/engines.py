@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
+from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.images.tokens import TokenLayout, padded
@@ -40,6 +41,7 @@ class ImageEngines:
     ) -> None:
         self.parameters, self.vae, self.device = parameters, vae, device
         self._condition = condition["condition"]
+        self._rows_dtype = torch_dtype(self._condition.spec.input("residual").dtype)
         self._glyph = None if glyph is None else glyph["encode"]
         self._caption, self._velocity = sampler["caption"], sampler["velocity"]
         self._decode, self._encode = decoder["decode"], decoder["encode"]
@@ -52,12 +54,8 @@ class ImageEngines:
 
     def condition(self, residual: Tensor, delta: Tensor) -> Tensor:
         """Hidden rows of the queries (Q, D) → rows (Q, C) float32."""
-        given = {"residual": residual, "delta": delta}
-        inputs = {
-            each.name: given[each.name].to(self.device, self._dtype(self._condition, each.name))
-            for each in self._condition.spec.inputs
-        }
-        return self._condition.run(**inputs)["rows"]
+        given = (each.to(self.device, self._rows_dtype) for each in (residual, delta))
+        return self._condition.run(**dict(zip(("residual", "delta"), given, strict=True)))["rows"]
 
     def glyph(self, ids: Sequence[int]) -> Tensor:
         """Ids of a text, padded with 0 to the model's length L → rows (L, C) float32."""
@@ -95,16 +93,15 @@ class ImageEngines:
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (channels, h, w) float32 → (3, 8h, 8w) float32, about -1 to 1."""
-        return self._decode.run(latents=latents[None])["image"][0]
+        pixels = self._decode.run(latents=latents[None])["pixels"]  # (1, 3, h, 8, w, 8)
+        return pixels[0].flatten(3, 4).flatten(1, 2)
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels (3, H, W) float32 from -1 to 1 → latents (channels, H / 8, W / 8) float32."""
-        return self._encode.run(image=pixels[None])["latents"][0]
-
-    @staticmethod
-    def _dtype(graph: Graph, name: str) -> torch.dtype:
-        found: torch.dtype = torch_dtype(graph.spec.input(name).dtype)
-        return found
+        scale = self.vae.scale
+        return self._encode.run(pixels=pixels[None].unflatten(3, (-1, scale)).unflatten(2, (-1, scale)))[
+            "latents"
+        ][0]
 
 
 def _batch(graph: Graph, count: int) -> int:

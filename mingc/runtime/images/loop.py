@@ -18,7 +18,6 @@ from mingc.errors import CapacityError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines import stream_priority
 from mingc.runtime.engines.cuda_graphs import current_device
-from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.schedule import partial_steps
 from mingc.runtime.images.worker import Batch, Drawing, ImageWorker, PreparedDrawing
 from mingc.runtime.request import ImageDone, ImageProgress, PartialImage, Recorder
@@ -70,9 +69,9 @@ class ImageLoop(EngineThread):
         num_drawn, num_steps: pictures and steps of batches since the start.
     """
 
-    def __init__(self, worker: ImageWorker, memory: ImageMemory, *, max_waiting: int = 128) -> None:
+    def __init__(self, worker: ImageWorker, *, max_waiting: int = 128) -> None:
         super().__init__("image generator")
-        self.worker, self.memory = worker, memory
+        self.worker = worker
         self.max_waiting = max_waiting
         self._jobs: dict[int, _Job] = {}
         self._running: _Running | None = None
@@ -99,11 +98,6 @@ class ImageLoop(EngineThread):
         """Jobs of which no batch has begun."""
         return sum(not job.num_batches for job in list(self._jobs.values()))
 
-    def check_room(self) -> None:
-        """Raises: CapacityError when too many jobs wait, WorkerError when the thread has failed or is stopping."""
-        with self._lock:
-            self._check_room()
-
     def submit(
         self,
         drawing: Drawing,
@@ -118,11 +112,19 @@ class ImageLoop(EngineThread):
     ) -> int:
         """Queue a picture for each of `seeds`. Returns the id of the job; the thread calls `emit`.
 
-        `batch_size`: pictures of a batch at most, as `ImageMemory.max_pictures` allows. `asked`: (height, width) for
-        the events. Raises: as `check_room`.
+        `batch_size`: pictures of a batch at most, for which memory is planned. `asked`: (height, width) for
+        the events.
+
+        Raises: CapacityError when too many jobs wait, WorkerError when the thread has failed or is stopping.
         """
         with self._lock:
-            self._check_room()
+            self._check_healthy()
+            if self.num_waiting_jobs >= self.max_waiting:
+                raise CapacityError(
+                    f"{self.max_waiting} requests wait for the image generator",
+                    fix="try again later, or start the server with a larger --max-queue",
+                    code="queue_full",
+                )
             job = next(self._ids)
             self._jobs[job] = _Job(drawing, seeds, batch_size, asked, num_partials, priority, emit, recorder)
             self._notify()
@@ -131,11 +133,6 @@ class ImageLoop(EngineThread):
     def cancel(self, job: int) -> None:
         """Remove a job before the next step; does nothing if it is unknown."""
         self.post(lambda: self._remove(job))
-
-    def _check_room(self) -> None:
-        self._check_healthy()
-        if self.num_waiting_jobs >= self.max_waiting:
-            raise CapacityError("too many requests wait for the image generator", code="queue_full")
 
     def _run(self) -> None:
         device = self.worker.device

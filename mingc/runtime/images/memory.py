@@ -27,7 +27,6 @@ class ImageMemory:
 
     Attributes:
         itemsize: bytes of a value of the networks.
-        num_bytes: what drawing may take; all batches fit.
         max_samples: of a batch; with guidance each picture has two.
     """
 
@@ -35,7 +34,11 @@ class ImageMemory:
     vae: ImageVaeParameters
     itemsize: int
     max_samples: int
-    num_bytes: int
+
+    def num_tokens(self, size: Size) -> int:
+        """Tokens of a picture of `size`."""
+        side = self.vae.scale * self.sampler.patch_size
+        return (size[0] // side) * (size[1] // side)
 
     def batch_bytes(
         self, size: Size, num_pictures: int, *, num_caption: int, num_samples: int, num_frames: int
@@ -44,8 +47,7 @@ class ImageMemory:
 
         `num_samples`: 2 with guidance. `num_frames`: 2 with a reference. `num_caption`: rows.
         """
-        side = self.vae.scale * self.sampler.patch_size
-        tokens = padded(num_frames * (size[0] // side) * (size[1] // side), self.sampler.token_multiple)
+        tokens = padded(num_frames * self.num_tokens(size), self.sampler.token_multiple)
         rows = num_pictures * num_samples * (tokens + num_caption)
         hidden, wide = self.sampler.hidden_size, self.sampler.feed_forward_size
         row_bytes = (_HIDDEN * hidden + _WIDE * wide) * self.itemsize + _FLOATS * hidden * _FLOAT
@@ -57,18 +59,6 @@ class ImageMemory:
         places = pixels // self.vae.scale**2
         planes = _PLANES * sum(self.vae.block_channels[:2]) * pixels * self.itemsize
         return max(planes, _SCORES * _FLOAT * places**2)
-
-    def max_pictures(self, size: Size, *, num_caption: int, num_samples: int, num_frames: int) -> int:
-        """How many pictures of `size` a batch may have; 0: not one fits."""
-        fit = 0
-        while (fit + 1) * num_samples <= self.max_samples:
-            needed = self.batch_bytes(
-                size, fit + 1, num_caption=num_caption, num_samples=num_samples, num_frames=num_frames
-            )
-            if needed > self.num_bytes:
-                break
-            fit += 1
-        return fit
 
     def most_bytes(self, num_pictures: int, num_caption: int) -> int:
         """Bytes of the largest batch of so many pictures, with guidance and a reference."""

@@ -18,6 +18,7 @@ from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.build_context import BuildContext, free_bytes
 from mingc.runtime.service.chat_builder import build_chat
 from mingc.runtime.service.devices import host_threads, rank_devices, start_device, talker_devices
+from mingc.runtime.service.image_builder import build_images
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import ChatPipeline
@@ -25,6 +26,7 @@ from mingc.runtime.service.served_stages import (
     ChatStages,
     SpeechStages,
     find_chat_stages,
+    find_image_stages,
     find_speech_stages,
 )
 from mingc.runtime.service.speech_builder import build_speech
@@ -55,7 +57,10 @@ def open_service(
         check_fingerprint(recorded, current_host(recorded.device))
         chat_stages = find_chat_stages(artifact.manifest)
         speech_stages = find_speech_stages(artifact.manifest) if options.loads_speech else None
-        names = [name for stages in (chat_stages, speech_stages) if stages for name in stages.names]
+        image_stages = find_image_stages(artifact.manifest)
+        names = [
+            name for stages in (chat_stages, speech_stages, image_stages) if stages for name in stages.names
+        ]
         check_loadable(artifact, names)
         own_talker_devices = talker_devices(options, recorded, has_speech=speech_stages is not None)
     if options.check_hashes:
@@ -102,7 +107,7 @@ def open_service(
             artifact=artifact, options=options, clock=clock, on_failure=on_failure, processes=processes
         )
         # The thinker is built last: its KV pages take the memory that the other parts leave free.
-        speech = chat = ranks = None
+        speech = chat = ranks = images = None
         if speech_stages is not None:
             with clock.phase("set up speech: tokenizer, voices, scheduler"):
                 speech = build_speech(context, speech_stages, for_talkers, media)
@@ -111,9 +116,12 @@ def open_service(
                 media.start()  # also without encoders: a library of `serve` that is missing is found now
             if speech is None and (chat_stages is None or not chat_stages.ports):
                 media.close()
+        if image_stages is not None:
+            images = build_images(context, image_stages, devices[0])
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
-                ranks, chat = build_chat(context, chat_stages, devices, media)
+                reserved = 0 if images is None else images.num_bytes
+                ranks, chat = build_chat(context, chat_stages, devices, media, reserved_bytes=reserved)
         # Asking for the memory of another rank's device creates a CUDA context there, unless `kv_tokens` has done so.
         has_measured = chat is not None and options.max_total_tokens is None
         context.memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
@@ -126,9 +134,11 @@ def open_service(
                 chat,
                 ranks,
                 media=media,
+                draws=images is not None,
             ),
             chat=chat,
             speech=speech,
+            images=images,
             ranks=ranks,
             num_threads=options.num_preprocess_threads,
             max_pending_patches=options.max_pending_patches,
@@ -150,6 +160,7 @@ def _info(
     ranks: RankGroup | None,
     *,
     media: MediaDecoder | None,
+    draws: bool,
 ) -> ServiceInfo:
     ports = chat.ports if chat is not None and media is not None else frozenset[str]()
     names = tuple(dict.fromkeys(options.served_model_names)) or (manifest.model,)
@@ -165,6 +176,7 @@ def _info(
         has_video="video" in ports,
         has_audio_input="audio" in ports,
         has_speech=speech is not None,
+        has_image_output=draws,
         has_tools=pipeline is not None and pipeline.processor.tool_tokens is not None,
         max_model_len=pipeline.loop.scheduler.max_context if pipeline is not None else None,
         max_total_tokens=pipeline.loop.scheduler.pool.max_tokens if pipeline is not None else None,

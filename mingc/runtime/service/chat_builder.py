@@ -50,12 +50,18 @@ _KV_SHARE = 0.8
 
 
 def build_chat(
-    context: BuildContext, stages: ChatStages, devices: list[torch.device], media: MediaDecoder | None
+    context: BuildContext,
+    stages: ChatStages,
+    devices: list[torch.device],
+    media: MediaDecoder | None,
+    *,
+    reserved_bytes: int = 0,
 ) -> tuple[RankGroup | None, ChatPipeline]:
     """Load encoders, then the thinker's weights, then its KV pages. Returns no group if the thinker has one rank.
 
     Args:
         devices: one for each rank of the thinker; the first one runs the encoders, too.
+        reserved_bytes: of each device, which KV pages leave free.
     """
     options, thinker = context.options, stages.thinker
     cache = EncoderCache(options.encoder_cache) if options.encoder_cache else None
@@ -65,7 +71,7 @@ def build_chat(
         context.memory.add(HOST, "encoder_cache", options.encoder_cache)
     tokenizer = load_tokenizer(context.artifact, stages.decoder)
     max_context = largest_bucket(context.manifest, stages.decoder, "P") * thinker.page_size
-    runner, worker = _start_thinker(context, stages, devices, max_context)
+    runner, worker = _start_thinker(context, stages, devices, max_context, reserved_bytes)
     scheduler = _create_scheduler(context, stages, worker, min(max_context, thinker.max_positions))
     salt = hashlib.sha256(context.manifest.to_json().encode()).digest() if options.prefix_cache else None
     chat = ChatPipeline(
@@ -137,7 +143,11 @@ def _load_audio(
 
 
 def _start_thinker(
-    context: BuildContext, stages: ChatStages, devices: list[torch.device], max_context: int
+    context: BuildContext,
+    stages: ChatStages,
+    devices: list[torch.device],
+    max_context: int,
+    reserved_bytes: int,
 ) -> tuple[RankGroup | ThinkerWorker, ThinkerWorker]:
     """Load the weights on every rank and then allocate the KV pages from the memory that is left.
 
@@ -150,7 +160,12 @@ def _start_thinker(
 
     def count_pages() -> int:
         tokens = kv_tokens(
-            context.manifest, decoder, devices, requested=options.max_total_tokens, context=max_context
+            context.manifest,
+            decoder,
+            devices,
+            requested=options.max_total_tokens,
+            context=max_context,
+            reserved_bytes=reserved_bytes,
         )
         return 1 + -(-tokens // page_size)
 
@@ -194,11 +209,18 @@ def _start_thinker(
 
 
 def kv_tokens(
-    manifest: Manifest, decoder: str, devices: Sequence[torch.device], *, requested: int | None, context: int
+    manifest: Manifest,
+    decoder: str,
+    devices: Sequence[torch.device],
+    *,
+    requested: int | None,
+    context: int,
+    reserved_bytes: int = 0,
 ) -> int:
     """Number of tokens that the KV pages hold: as `requested`, else by free memory on a GPU, or as a few requests need.
 
-    Call it after every rank has loaded everything else: it measures the free memory of the fullest of `devices`.
+    Call it after every rank has loaded everything else: it measures the free memory of the fullest of `devices`, and
+    leaves `reserved_bytes` of it.
 
     Raises: ArtifactError when the decoder has no attention graph.
     """
@@ -216,7 +238,7 @@ def kv_tokens(
         torch_dtype(tensor.dtype).itemsize * math.prod(size for size in tensor.shape if isinstance(size, int))
         for tensor in attention.state
     )
-    free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+    free = max(0, min(torch.cuda.mem_get_info(device)[0] for device in devices) - reserved_bytes)
     return max(context, int(free * _KV_SHARE) // row_bytes)
 
 

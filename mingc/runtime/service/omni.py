@@ -24,13 +24,19 @@ from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
 from mingc.prompts.tools import Tool, ToolTokens, ToolUse
 from mingc.prompts.transcription import answer_start, transcription_message
+from mingc.runtime.images.worker import Drawing
 from mingc.runtime.noise import NoiseSource, PhiloxNoise, random_seed
 from mingc.runtime.request import (
     NOTHING_TO_SPEAK,
     ChatRequest,
     Done,
     Event,
+    ImageDone,
+    ImageEvent,
+    ImageProgress,
+    ImageRequest,
     MemoryUse,
+    PartialImage,
     Recorder,
     SamplingParams,
     ServiceInfo,
@@ -40,15 +46,33 @@ from mingc.runtime.request import (
     TextRequest,
     TranscriptEvent,
     TranscriptionRequest,
+    Usage,
 )
-from mingc.runtime.request_stream import EventQueue, FailedItem, Item, RequestStream, TextEndItem, TokenItem
+from mingc.runtime.request_stream import (
+    EventQueue,
+    FailedItem,
+    HiddenRowsItem,
+    Item,
+    RequestStream,
+    TextEndItem,
+    TokenItem,
+)
+from mingc.runtime.service.drawing import (
+    ImagePipeline,
+    check_request,
+    decode_reference,
+    negative_messages,
+    picture_prompts,
+    picture_sizes,
+    plan_batch,
+)
 from mingc.runtime.service.output_processor import (
     ChatOutputProcessor,
     SpeechOutputProcessor,
     SpeechStream,
     Timings,
 )
-from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds
+from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds, picture_embeds
 from mingc.runtime.service.tool_calls import CallParser, tool_sampling
 from mingc.runtime.service.transcriber import transcribe
 from mingc.runtime.service.voices import Voices
@@ -61,6 +85,7 @@ from mingc.text.spoken_piece import SpokenPiece
 
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
+_NUM_DRAWN_SEEDS = 1 << 32  # of pictures without one; clients read it and send it again
 _SPOKEN_INLINE = 1000  # characters of a text that are read faster than they are handed to a thread
 
 _T = TypeVar("_T")
@@ -74,6 +99,7 @@ class OmniService:
     Args:
         chat: None without a thinker.
         speech: None without a talker.
+        images: None without the stages of pictures.
         ranks: the group of the thinker's ranks, which the service closes; None for one rank.
         num_threads: how many threads preprocess requests.
         max_pending_patches: see `SpeechStream`.
@@ -86,6 +112,7 @@ class OmniService:
         *,
         chat: ChatPipeline | None,
         speech: SpeechPipeline | None,
+        images: ImagePipeline | None = None,
         ranks: RankGroup | None = None,
         num_threads: int = 2,
         max_pending_patches: int = 128,
@@ -94,6 +121,7 @@ class OmniService:
         self.info = info
         self._chat = chat
         self._speech = speech
+        self._images = images
         self._ranks = ranks
         self._max_pending_patches = max_pending_patches
         self._num_threads, self._num_offloaded = num_threads, 0
@@ -102,6 +130,7 @@ class OmniService:
         self._loops = [
             *(() if chat is None else (chat.loop,)),
             *(() if speech is None else speech.talkers.loops),
+            *(() if images is None else (images.loop,)),
         ]
         encoders = () if chat is None else (chat.vision, chat.audio)
         self._encoders = [each for each in encoders if each is not None]
@@ -177,6 +206,15 @@ class OmniService:
             limits |= {**talkers.limits}
             if self._speech.voices is not None:
                 limits |= self._speech.voices.limits
+        if self._images is not None:
+            drawing = self._images.loop
+            waiting["image"] = drawing.num_waiting
+            limits["image_queue"] = (drawing.num_waiting_jobs, drawing.max_waiting)
+            caches |= {
+                "drawing_pictures": drawing.num_running,
+                "drawn_pictures": drawing.num_drawn,
+                "image_steps": drawing.num_steps,
+            }
         return ServiceLoad(
             kv_pages_used=used,
             kv_pages_total=total,
@@ -526,6 +564,93 @@ class OmniService:
             finally:
                 speech_stream.close()
 
+    async def draw(
+        self, request: ImageRequest, *, recorder: Recorder | None = None
+    ) -> AsyncGenerator[ImageEvent]:
+        """Events of pictures. See `Service`. `recorder`: gets the latents of all pictures."""
+        chat, images = self._chat_pipeline(), self._image_pipeline()
+        check_request(request)
+        timings = Timings()
+        dit = images.memory.sampler
+        guidance = dit.guidance if request.guidance is None else request.guidance
+        with self._begin(is_chat=True) as stream:
+            reference = await self._offload(lambda: decode_reference(request, chat.media))
+            sizes = picture_sizes(request, reference)
+            has_negative = request.negative_prompt is not None and guidance > 1
+            conversations = [request.messages, *([negative_messages(request)] if has_negative else [])]
+            found = [await self._hidden_rows(each, timings, stream) for each in conversations]
+            timings.mark("condition")
+            usage = sum((usage for _, _, usage in found), Usage())
+            hidden, texts, _ = zip(*found, strict=True)
+            prompts = picture_prompts(images, hidden, texts)
+            drawing = Drawing(
+                size=sizes.inner,
+                num_steps=dit.num_steps if request.num_steps is None else request.num_steps,
+                guidance=guidance,
+                prompt=prompts[0],
+                negative=prompts[1] if has_negative else None,
+                reference=None if reference is None else reference.pixels,
+            )
+            first = random_seed() % _NUM_DRAWN_SEEDS if request.seed is None else request.seed
+            job = images.loop.submit(
+                drawing,
+                range(first, first + request.num_pictures),
+                stream.put,
+                asked=sizes.drawn,
+                batch_size=plan_batch(images, drawing),
+                num_partials=request.num_partials,
+                priority=request.priority,
+                recorder=recorder,
+            )
+            try:
+                num_left = request.num_pictures
+                while num_left:
+                    match await stream.get():
+                        case FailedItem(error=error):
+                            raise error
+                        case ImageProgress() | PartialImage() | ImageDone() as event:
+                            timings.mark("first_step")
+                            if isinstance(event, ImageDone):
+                                timings.mark("first_image")
+                                num_left -= 1
+                            yield event
+            finally:
+                images.loop.cancel(job)
+            timings.mark("done")
+            tokens = request.num_pictures * images.memory.num_tokens(sizes.inner)
+            yield Done(
+                finish_reason="stop",
+                usage=replace(usage, image_tokens=tokens),
+                timings_ms=timings.to_dict(),
+            )
+
+    async def _hidden_rows(
+        self, messages: Sequence[Message], timings: Timings, stream: RequestStream
+    ) -> tuple[HiddenRowsItem, str, Usage]:
+        """The thinker's rows at the queries behind a conversation, the text of that prompt, and its tokens."""
+        chat, images = self._chat_pipeline(), self._image_pipeline()
+        texts: list[str] = []
+
+        def prepare() -> PreparedPrompt:
+            prepared, text = chat.processor.prepare_picture(messages, num_queries=images.num_queries)
+            texts.append(text)
+            return prepared
+
+        prompt, keys, encoded = await self._offload(lambda: chat.prepare(prepare, timings, stream))
+        embeds = await picture_embeds(prompt, encoded, images.queries, chat.loop.runner.device)
+        timings.mark("encoded")
+        job = chat.loop.submit_queries(replace(prompt, media_embeds=embeds), stream.put, keys=keys)
+        try:
+            item = await stream.get()
+        finally:
+            chat.loop.cancel(job)
+        if isinstance(item, FailedItem):
+            raise item.error
+        assert isinstance(item, HiddenRowsItem), "the answer to a prompt with queries"
+        timings.mark_at("prefill", item.begun_at)
+        usage = Usage(prompt_tokens=prompt.num_tokens, cached_tokens=item.reused_tokens)
+        return item, texts[0], usage
+
     async def list_voices(self) -> tuple[VoiceInfo, ...]:
         """See `Service`."""
         if self._speech is None or self._speech.voices is None:
@@ -681,6 +806,14 @@ class OmniService:
                 "this model was exported without its talker: it cannot speak", code="unsupported_model"
             )
         return self._speech
+
+    def _image_pipeline(self) -> ImagePipeline:
+        if self._images is None:
+            raise RequestError(
+                "this model was exported without the stages of pictures: it cannot draw",
+                code="unsupported_model",
+            )
+        return self._images
 
     def _voices(self) -> Voices:
         voices = self._speech_pipeline().voices

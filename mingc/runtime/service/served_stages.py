@@ -8,6 +8,10 @@ from mingc.artifacts.manifest import Manifest
 from mingc.artifacts.parameters import (
     AudioParameters,
     CfmParameters,
+    GlyphParameters,
+    ImageConditionParameters,
+    ImageDitParameters,
+    ImageVaeParameters,
     TalkerParameters,
     ThinkerParameters,
     VaeParameters,
@@ -55,6 +59,25 @@ class SpeechStages:
         return self.speech_llm, self.sampler, self.vocoder
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageStages:
+    """The stages that turn hidden rows of the text decoder into pictures; None for glyphs that the artifact lacks."""
+
+    condition: str
+    queries: ImageConditionParameters
+    glyph: str | None
+    glyphs: GlyphParameters | None
+    sampler: str
+    dit: ImageDitParameters
+    decoder: str
+    vae: ImageVaeParameters
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        found = (self.condition, self.glyph, self.sampler, self.decoder)
+        return tuple(name for name in found if name is not None)
+
+
 def find_chat_stages(manifest: Manifest) -> ChatStages | None:
     """The stages of chat; None when no stage produces text. Raises: ArtifactError for stages that cannot be served."""
     graph = manifest.graph
@@ -100,6 +123,28 @@ def find_speech_stages(manifest: Manifest) -> SpeechStages | None:
         flow=manifest.parameters_of(path.sampler, CfmParameters),
         vocoder=path.vocoder,
         vae=manifest.parameters_of(path.vocoder, VaeParameters),
+    )
+
+
+def find_image_stages(manifest: Manifest) -> ImageStages | None:
+    """The stages of pictures; None unless all are there. Raises: ArtifactError for stages that cannot be served."""
+    graph = manifest.graph
+    path = graph.image_path()
+    if path is None:
+        return None
+    for once in (path.condition, path.glyph, path.decoder):
+        if once is not None:
+            _check_policy(graph, once, "once")
+    _check_policy(graph, path.sampler, "loop")
+    return ImageStages(
+        condition=path.condition,
+        queries=manifest.parameters_of(path.condition, ImageConditionParameters),
+        glyph=path.glyph,
+        glyphs=None if path.glyph is None else manifest.parameters_of(path.glyph, GlyphParameters),
+        sampler=path.sampler,
+        dit=manifest.parameters_of(path.sampler, ImageDitParameters),
+        decoder=path.decoder,
+        vae=manifest.parameters_of(path.decoder, ImageVaeParameters),
     )
 
 
