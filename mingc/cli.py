@@ -21,6 +21,7 @@ from mingc.errors import MingcError, unexpected
 COMMANDS = (
     "export",
     "serve",
+    "draw",
     "verify",
     "probe",
     "bundle",

@@ -65,6 +65,5 @@ def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def image_artifact(image_checkpoint: Path) -> Path:
-    """As `eager_artifact`, of the checkpoint with image generation and without speech."""
-    stages = "thinker,vision_encoder,image_condition,glyph,image_dit,image_vae"
-    return export_eager("--stages", stages, checkpoint=image_checkpoint)
+    """As `eager_artifact`, of the checkpoint with image generation."""
+    return export_eager(checkpoint=image_checkpoint)

@@ -29,6 +29,7 @@ _LATER = (
 )
 _RECORDING = {
     *(f"verify/served/{name}.py" for name in ("cases", "conversion", "record", "requests")),
+    *(f"runtime/{name}.py" for name in ("images/schedule", "images/tokens", "service/drawing")),
     "runtime/service/voice_registration.py",
     "runtime/talker/voice_encoder.py",
 }

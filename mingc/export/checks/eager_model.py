@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mingc.artifacts.stage_graph import SpeechPath, StageGraph
+from mingc.artifacts.stage_graph import ImagePath, SpeechPath, StageGraph
 from mingc.export.checks.eager_decoder import PromptStream, logits_of
 from mingc.export.layers.decoder import DecoderConfig
+
+_TOKEN_MULTIPLE = 32  # tokens of pictures and captions are padded to multiples of it
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -52,6 +56,7 @@ class EagerModel:
         self._kept: dict[tuple[str, str], Sequence[nn.Module]] | None = {} if keeps_modules else None
         self.decoder = graph.text_decoder()
         self.speech: SpeechPath | None = graph.speech_path()
+        self.images: ImagePath | None = graph.image_path()
 
     @property
     def is_small(self) -> bool:
@@ -94,7 +99,16 @@ class EagerModel:
         return [(each.argmax(axis=1).astype(np.int64), each) for each in arrays]
 
     def _last_logits(self, prompts: Sequence[_Words]) -> list[Tensor]:
-        """Logits (V,) of the last token of each prompt. A layer is loaded once for all of them."""
+        """Logits (V,) of the last token of each prompt."""
+        assert self.decoder is not None, "the export has a text decoder"
+        config: DecoderConfig = self._configs[self.decoder].decoder
+        streams = self._streams(prompts)
+        with torch.no_grad():
+            head = self._ranks(self.decoder, "head")
+            return [logits_of(head, each.residual[-1:], config.vocab_size)[0] for each in streams]
+
+    def _streams(self, prompts: Sequence[_Words]) -> list[PromptStream]:
+        """The residual streams of prompts after the last layer. A layer is loaded once for all of them."""
         assert self.decoder is not None, "the export has a text decoder"
         if not prompts:
             return []
@@ -110,8 +124,66 @@ class EagerModel:
                     ranks = self._ranks(self.decoder, f"layers.{layer}.{half}")
                     for stream in streams:
                         stream.add(ranks)
-            head = self._ranks(self.decoder, "head")
-            return [logits_of(head, each.residual[-1:], config.vocab_size)[0] for each in streams]
+        return streams
+
+    def queries(self) -> Floats:
+        """The learned rows (Q, D) of all scales that end the prompt of a picture."""
+        assert self.images is not None, "the export draws"
+        return _numpy(self._one(self.images.condition).queries)
+
+    def hidden_rows(
+        self, prompts: Sequence[tuple[Ints, Ints, Ints, Floats]], queries: Sequence[tuple[int, int]]
+    ) -> list[Floats]:
+        """Rows [start, end) of each prompt (see `answer`) after the last layer, before the final norm."""
+        streams = self._streams([_Words(*map(torch.from_numpy, each)) for each in prompts])
+        return [_numpy(each.residual[start:end]) for each, (start, end) in zip(streams, queries, strict=True)]
+
+    def draw(
+        self,
+        rows: Floats,
+        *,
+        glyph_ids: Ints | None,
+        noise: Floats,
+        levels: Floats,
+        guidance: float,
+        reference: Floats | None,
+    ) -> tuple[Floats, Floats]:
+        """Latents (C, h, w) and pixels (H, W, 3), 0 to 255, of a picture; every step recomputes its caption.
+
+        Args:
+            rows: (Q, D) of `hidden_rows`.
+            glyph_ids: (L,) of the text that it is to show.
+            noise: (C, h, w).
+            levels: (steps + 1,).
+            guidance: at most 1: none.
+            reference: (H, W, 3), 0 to 255.
+        """
+        path = self.images
+        assert path is not None, "the export draws"
+        sampler, vae = self._one(path.sampler), self._one(path.decoder)
+        with torch.no_grad():
+            hidden = torch.from_numpy(rows)
+            caption = self._one(path.condition).condition(hidden, torch.zeros_like(hidden))[0]
+            if glyph_ids is not None:
+                assert path.glyph is not None, "the export has glyphs"
+                caption = torch.cat(
+                    (caption, self._one(path.glyph).encode(torch.from_numpy(glyph_ids)[None])[0][0])
+                )
+            frames = [torch.from_numpy(noise)]
+            if reference is not None:
+                scaled = torch.from_numpy(reference).permute(2, 0, 1) / 127.5 - 1
+                _, down, across = frames[0].shape
+                cells = scaled.reshape(1, 3, down, scaled.shape[1] // down, across, -1)
+                frames.append(vae.encode(cells)[0][0])
+            for now, after in pairwise(levels.tolist()):
+                velocity = _velocity(sampler, frames, caption, 1 - now)
+                if guidance > 1:
+                    unguided = _velocity(sampler, frames, torch.zeros_like(caption), 1 - now)
+                    velocity = velocity + guidance * (velocity - unguided)
+                frames[0] = frames[0] - (after - now) * velocity
+            pixels = vae.decode(frames[0][None])[0][0].flatten(3, 4).flatten(1, 2)
+            shown = (pixels / 2 + 0.5).clamp(0, 1) * 255
+        return _numpy(frames[0]), _numpy(shown.permute(1, 2, 0))
 
     def speak(
         self,
@@ -181,6 +253,30 @@ class EagerModel:
         if (stage, path) not in self._kept:
             self._kept[stage, path] = self._modules(stage, path)
         return self._kept[stage, path]
+
+
+def _velocity(sampler: Any, frames: Sequence[Tensor], caption: Tensor, time: float) -> Tensor:
+    """Velocity (C, h, w) of the first of `frames`, each (C, h, w), with one `caption` (L, C)."""
+    channels, height, width = frames[0].shape
+    size = sampler.config.patch_size
+    grid = (height // size, width // size)
+
+    def padded(values: Tensor) -> tuple[Tensor, Tensor]:
+        more = -len(values) % _TOKEN_MULTIPLE
+        return F.pad(values, (0, 0, 0, more)), torch.arange(len(values) + more) >= len(values)
+
+    rows, is_caption_pad = padded(caption)
+    cells = [each.reshape(channels, grid[0], size, grid[1], size) for each in frames]
+    tokens = [each.permute(1, 3, 2, 4, 0).reshape(grid[0] * grid[1], -1) for each in cells]
+    axes = (torch.arange(len(frames)) + len(rows) + 1, *map(torch.arange, grid))
+    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+    latents, is_pad = padded(torch.cat(tokens))
+    embedded = sampler.caption(rows[None], is_caption_pad)[0]
+    found = sampler.velocity(latents[None], padded(positions)[0], is_pad, embedded, torch.tensor([time]))[0][
+        0
+    ]
+    patches: Tensor = found[: grid[0] * grid[1]].reshape(*grid, size, size, channels)
+    return patches.permute(4, 0, 2, 1, 3).reshape(channels, height, width)
 
 
 def _extended(words: _Words, token: int, rope_delta: int) -> _Words:

@@ -6,9 +6,9 @@ N tokens of a picture with padding, h and w a picture's latents.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
@@ -57,11 +57,11 @@ class ImageEngines:
         given = (each.to(self.device, self._rows_dtype) for each in (residual, delta))
         return self._condition.run(**dict(zip(("residual", "delta"), given, strict=True)))["rows"]
 
-    def glyph(self, ids: Sequence[int]) -> Tensor:
+    def glyph(self, ids: NDArray[np.int64]) -> Tensor:
         """Ids of a text, padded with 0 to the model's length L → rows (L, C) float32."""
         assert self._glyph is not None, "the artifact has the stage"
         batch = torch.zeros(_batch(self._glyph, 1), len(ids), dtype=torch.int64)
-        batch[0] = torch.tensor(ids)
+        batch[0] = torch.from_numpy(ids)
         return self._glyph.run(ids=batch.to(self.device))["rows"][0]
 
     def caption(self, rows: Tensor) -> Tensor:
@@ -98,10 +98,10 @@ class ImageEngines:
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels (3, H, W) float32 from -1 to 1 → latents (channels, H / 8, W / 8) float32."""
+        channels, height, width = pixels.shape
         scale = self.vae.scale
-        return self._encode.run(pixels=pixels[None].unflatten(3, (-1, scale)).unflatten(2, (-1, scale)))[
-            "latents"
-        ][0]
+        cells = pixels.reshape(1, channels, height // scale, scale, width // scale, scale)
+        return self._encode.run(pixels=cells)["latents"][0]
 
 
 def _batch(graph: Graph, count: int) -> int:

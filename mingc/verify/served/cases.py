@@ -3,7 +3,8 @@
 Tensors of case N, by name: `N.input_ids` (T,), `N.positions` (3, T), `N.embed_kind` (T,), `N.vision.I` and `N.audio.I`
 (features), `N.tokens` (n,) without a stop token, `N.logits` (n, V'), `N.columns` (V',): the ids of these logits. Of
 speech, over all segments: `N.patches` (segments,), `N.noise` (n, P, C), `N.step_noise` (n, steps, P, C), `N.latents`
-(n, P, C), `N.stop` (n,), `N.samples` (m,). `N.media.I`: encoded bytes of message media, or the features of a video.
+(n, P, C), `N.stop` (n,), `N.samples` (m,). Of a picture: `N.latents` (channels, h, w) and every eighth pixel,
+`N.pixels` (H / 8, W / 8, 3). `N.media.I`: encoded bytes of message media, or the features of a video.
 """
 
 from __future__ import annotations
@@ -57,13 +58,25 @@ class RecordedSpeech:
     temperature: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedDrawing:
+    """Parameters of a picture. `has_reference`: it changes the first image of the messages."""
+
+    aspect: float
+    resolution: int
+    num_steps: int
+    guidance: float
+    seed: int
+    has_reference: bool = False
+
+
 # Recorded requests are read by the rules that never change, so that artifacts of earlier versions still agree.
 SPEECH_TEXT: Final = "reference"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedCase:
-    """One request: a chat (`messages`), with speech or without, or a text to speak."""
+    """One request: a chat (`messages`), with speech or without, a text to speak, or a conversation to draw."""
 
     name: str
     messages: tuple[RecordedMessage, ...] = ()
@@ -72,6 +85,11 @@ class ServedCase:
     finish: Literal["stop", "length"] = "length"
     text: str = ""
     speech: RecordedSpeech | None = None
+    drawing: RecordedDrawing | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        return bool(self.messages) and self.drawing is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from mingc.errors import MingcError
 from mingc.prompts.prompt_writer import PreparedPrompt
-from mingc.runtime.request import AudioDelta, Done, Event, Recorder, TextDelta
+from mingc.runtime.request import AudioDelta, Done, Event, ImageDone, ImageEvent, Recorder, TextDelta
 from mingc.verify.audio_comparison import LIMITS, LOW_PRECISION_LIMITS, Figure, compare_audio
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedCase, ServedGoldens
+from mingc.verify.served.requests import PIXEL_STRIDE
 
 Floats = NDArray[np.float32]
 
@@ -21,6 +22,8 @@ FEATURE_TOLERANCE = 1e-5
 # In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
 # tokens and patches that must be found within the tolerance, before the first difference of a request.
 MIN_SHARE_LOW_PRECISION = 0.5
+# A picture follows its condition smoothly, whatever experts its tokens have.
+MAX_PICTURE_ERROR_LOW_PRECISION = 0.1
 
 
 @dataclass(slots=True)
@@ -29,12 +32,13 @@ class Served:
 
     tokens: list[int] = field(default_factory=list)
     samples: list[Floats] = field(default_factory=list)
+    pictures: list[NDArray[np.uint8]] = field(default_factory=list)
     recorder: Recorder = field(default_factory=Recorder)
     done: Done | None = None
     error: MingcError | None = None
     num_events: int = 0
 
-    def accept(self, event: Event) -> None:
+    def accept(self, event: Event | ImageEvent) -> None:
         self.num_events += 1
         match event:
             case TextDelta():
@@ -42,6 +46,8 @@ class Served:
                     self.tokens.append(event.token)
             case AudioDelta():
                 self.samples.append(event.samples)
+            case ImageDone():
+                self.pictures.append(event.pixels)
             case Done():
                 self.done = event
 
@@ -98,7 +104,9 @@ class ServedComparison:
         with self._log.case(f"{case.name} ({how})"):
             if served.error is not None:
                 raise served.error
-            if case.messages:
+            if case.drawing is not None:
+                self._compare_picture(case, served, how)
+            if case.is_chat:
                 self._compare_text(case, served, how)
             if case.speech is not None:
                 self._compare_speech(case, served, how)
@@ -164,6 +172,27 @@ class ServedComparison:
         self.speech.add(near, len(expected))
         if length == len(expected) == len(found) and near.all():
             self._compare_audio(case, values["samples"], LOW_PRECISION_LIMITS, how)
+
+    def _compare_picture(self, case: ServedCase, served: Served, how: str) -> None:
+        log, name = self._log, case.name
+        pixels = self._goldens.get(case, "pixels").astype(np.int64)
+        recorded = self._goldens.get(case, "latents").astype(np.float32)
+        if not served.pictures or not served.recorder.image_latents:
+            log.rule(f"{name}.picture", False, f"{how}: no picture was drawn")
+            return
+        latents, picture = served.recorder.image_latents[0], served.pictures[0]
+        found = picture[::PIXEL_STRIDE, ::PIXEL_STRIDE].astype(np.int64)
+        if log.is_exact:
+            log.tensor(f"{name}.latents", latents, reference=recorded, how=how)
+            worst = int(np.abs(found - pixels).max()) if found.shape == pixels.shape else 255
+            log.rule(f"{name}.pixels", worst <= 1, f"{how}: at most 1 off, found {worst}")
+            return
+        error = float(np.linalg.norm(latents - recorded) / np.linalg.norm(recorded))
+        log.rule(
+            f"{name}.latents",
+            error <= MAX_PICTURE_ERROR_LOW_PRECISION,
+            f"{how}: relative error {error:.3f}, at most {MAX_PICTURE_ERROR_LOW_PRECISION}",
+        )
 
     def _compare_audio(
         self, case: ServedCase, samples: Floats, limits: Mapping[Figure, float], how: str

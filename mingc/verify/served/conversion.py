@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.features import VideoFeatures, VisionFeatures
-from mingc.runtime.request import SpeechParams
+from mingc.runtime.request import ImageRequest, SpeechParams
 from mingc.verify.served.cases import RecordedPart, RecordedSpeech, ServedCase
 
 
@@ -24,6 +24,23 @@ def decoded_messages(case: ServedCase, tensors: Mapping[str, NDArray[np.generic]
             ),
         )
         for index, message in enumerate(case.messages)
+    )
+
+
+def image_request(case: ServedCase, tensors: Mapping[str, NDArray[np.generic]]) -> ImageRequest:
+    """The request of a case with a `drawing`."""
+    drawing, messages = case.drawing, decoded_messages(case, tensors)
+    assert drawing is not None, "the case draws"
+    images = [part for message in messages for part in message.parts if isinstance(part, MediaPart)]
+    return ImageRequest(
+        request_id=f"served-{case.name}",
+        messages=messages,
+        aspect=drawing.aspect,
+        resolution=drawing.resolution,
+        seed=drawing.seed,
+        num_steps=drawing.num_steps,
+        guidance=drawing.guidance,
+        reference=images[0] if drawing.has_reference else None,
     )
 
 

@@ -14,18 +14,29 @@ from mingc.artifacts.artifact import Artifact, hash_file
 from mingc.artifacts.manifest import Manifest
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.chat import ChatProcessor
+from mingc.prompts.glyph import GlyphTokenizer, glyph_text
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION
 from mingc.prompts.tokenizer import Detokenizer, TextTokenizer, load_tokenizer
 from mingc.runtime.encoders.vision_grid import build_grid_arrays, group_pixels
+from mingc.runtime.images.schedule import noise_levels
+from mingc.runtime.images.tokens import start_noise
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.service.served_stages import ChatStages, SpeechStages, find_chat_stages, find_speech_stages
+from mingc.runtime.service.drawing import decode_reference, picture_sizes
+from mingc.runtime.service.served_stages import (
+    ChatStages,
+    ImageStages,
+    SpeechStages,
+    find_chat_stages,
+    find_image_stages,
+    find_speech_stages,
+)
 from mingc.runtime.service.speech_builder import create_speech_planner
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpokenText, spoken_pieces
 from mingc.verify.served.cases import SPEECH_TEXT, ServedCase, ServedGoldens, asset_records, write_goldens
-from mingc.verify.served.conversion import decoded_messages, speech_params
-from mingc.verify.served.requests import Media, chat_cases, speech_cases
+from mingc.verify.served.conversion import decoded_messages, image_request, speech_params
+from mingc.verify.served.requests import PIXEL_STRIDE, Media, chat_cases, picture_cases, speech_cases
 
 Array = NDArray[np.generic]
 Floats = NDArray[np.float32]
@@ -54,6 +65,23 @@ class ReferenceModel(Protocol):
         max_tokens: int,
         stop_ids: Sequence[int],
     ) -> list[tuple[Ints, Floats]]: ...
+
+    def queries(self) -> Floats: ...
+
+    def hidden_rows(
+        self, prompts: Sequence[tuple[Ints, Ints, Ints, Floats]], queries: Sequence[tuple[int, int]]
+    ) -> list[Floats]: ...
+
+    def draw(
+        self,
+        rows: Floats,
+        *,
+        glyph_ids: Ints | None,
+        noise: Floats,
+        levels: Floats,
+        guidance: float,
+        reference: Floats | None,
+    ) -> tuple[Floats, Floats]: ...
 
     def speak(
         self,
@@ -105,7 +133,56 @@ class _GoldenWriter:
                 pieces = spoken_pieces(case.text, speech.talker.max_segment_length, SPEECH_TEXT)
                 self._record_speech(case, planner, speech, pieces)
         if chat is not None and chat.decoder in tokenizers:
+            images = find_image_stages(self._manifest)
+            if images is not None:
+                self._record_pictures(chat, images)
             self._record_chats(chat, planner, speech)
+
+    def _processor(self, stages: ChatStages, tokenizer: TextTokenizer) -> ChatProcessor:
+        return ChatProcessor(
+            tokenizer,
+            stages.thinker,
+            vision=stages.vision_parameters,
+            audio=stages.audio_parameters,
+            decoder=InProcessDecoder(),
+        )
+
+    def _record_pictures(self, stages: ChatStages, images: ImageStages) -> None:
+        cases = picture_cases(self.media, takes_image="image" in stages.ports)
+        processor = self._processor(stages, load_tokenizer(self._artifact, stages.decoder))
+        counts, queries = images.queries.num_queries, self._model.queries()
+        prompts = [
+            processor.prepare_picture(decoded_messages(case, self.media.tensors), num_queries=counts)
+            for case in cases
+        ]
+        blocks = [each.prepared.tokens.queries for each in prompts]
+        hidden = self._model.hidden_rows(
+            [self._prompt(stages, each.prepared, queries) for each in prompts],
+            [each for each in blocks if each is not None],
+        )
+        for case, prompt, rows in zip(cases, prompts, hidden, strict=True):
+            request = image_request(case, self.media.tensors)
+            reference = decode_reference(request, InProcessDecoder())
+            height, width = picture_sizes(request, reference).inner
+            latent_size = (height // images.vae.scale, width // images.vae.scale)
+            noise = start_noise(request.seed or 0, (images.dit.latent_channels, *latent_size)).numpy()
+            num_tokens = latent_size[0] * latent_size[1] // images.dit.patch_size**2
+            assert case.drawing is not None, "the case draws"
+            shown = "" if images.glyphs is None else glyph_text(prompt.text)
+            latents, pixels = self._model.draw(
+                rows,
+                glyph_ids=GlyphTokenizer(images.glyphs.added_tokens, images.glyphs.max_length).encode(shown)
+                if images.glyphs is not None and shown
+                else None,
+                noise=noise,
+                levels=noise_levels(images.dit, case.drawing.num_steps, num_tokens),
+                guidance=case.drawing.guidance,
+                reference=None if reference is None else reference.pixels.astype(np.float32),
+            )
+            self.cases.append(case)
+            put = self._putter(case)
+            put("latents", latents)
+            put("pixels", pixels[::PIXEL_STRIDE, ::PIXEL_STRIDE].round().astype(np.uint8))
 
     def _record_chats(
         self, stages: ChatStages, planner: SpeechPlanner | None, speech: SpeechStages | None
@@ -119,13 +196,7 @@ class _GoldenWriter:
             has_speech=planner is not None,
         )
         tokenizer = load_tokenizer(self._artifact, stages.decoder)
-        processor = ChatProcessor(
-            tokenizer,
-            thinker,
-            vision=stages.vision_parameters,
-            audio=stages.audio_parameters,
-            decoder=InProcessDecoder(),
-        )
+        processor = self._processor(stages, tokenizer)
         prepared = [processor.prepare(decoded_messages(case, self.media.tensors)) for case in cases]
         answers = self._model.answer(
             [self._prompt(stages, each) for each in prepared],
@@ -157,8 +228,13 @@ class _GoldenWriter:
                 pieces = _spoken(tokenizer, tokens, speech.talker.max_segment_length)
                 self._record_speech(case, planner, speech, pieces)
 
-    def _prompt(self, stages: ChatStages, prepared: PreparedPrompt) -> tuple[Ints, Ints, Ints, Floats]:
-        """Make the eager model's inputs of a prompt; its media are embedded one frame or clip per call."""
+    def _prompt(
+        self, stages: ChatStages, prepared: PreparedPrompt, queries: Floats | None = None
+    ) -> tuple[Ints, Ints, Ints, Floats]:
+        """Make the eager model's inputs of a prompt; its media are embedded one frame or clip per call.
+
+        `queries`: the rows behind them, in the prompt of a picture.
+        """
         prompt, hidden_size = prepared.tokens, stages.thinker.hidden_size
         embeds = np.zeros((prompt.num_tokens, hidden_size), np.float32)
         vision, audio = stages.vision_parameters, stages.audio_parameters
@@ -180,6 +256,8 @@ class _GoldenWriter:
                     np.ascontiguousarray(arrays.segment),
                 )
                 found.append(self._model.encode(stages.vision, inputs))
+        if queries is not None:
+            found.append(queries)
         if found:
             embeds[prompt.embed_kind == VISION] = np.concatenate(found)
         spoken: list[Floats] = []

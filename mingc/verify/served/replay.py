@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,22 @@ from numpy.typing import NDArray
 from mingc.errors import MingcError, WorkerError
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.noise import PhiloxNoise
-from mingc.runtime.request import Event, Recorder, SamplingParams, SpeechParams, SpeechRequest
+from mingc.runtime.request import (
+    MAX_IMAGE_STEPS,
+    MAX_PICTURES,
+    Event,
+    ImageEvent,
+    Recorder,
+    SamplingParams,
+    SpeechParams,
+    SpeechRequest,
+)
 from mingc.runtime.service.omni import OmniService
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.recorded_noise import RecordedNoise
 from mingc.verify.served.cases import SPEECH_TEXT, ServedCase, ServedGoldens
 from mingc.verify.served.comparison import Served, ServedComparison
-from mingc.verify.served.conversion import decoded_messages, speech_params
+from mingc.verify.served.conversion import decoded_messages, image_request, speech_params
 
 Floats = NDArray[np.float32]
 
@@ -50,7 +60,7 @@ class ServedReplay:
         In both, the prefix cache has no prompts of earlier cases; chats that use it are replayed afterwards.
         """
         for case in self._goldens.cases:
-            if case.messages:
+            if case.is_chat:
                 with self._log.case(f"{case.name}.prompt"):
                     self._comparison.check_prompt(case, self._prepare(case))
         before = self.held()
@@ -93,9 +103,9 @@ class ServedReplay:
             await _first_event(self._events(case, None))
 
     async def check_leaving(self, before: Mapping[str, int]) -> None:
-        """Check that a long chat and a long speech request end when their client leaves, and free their resources."""
+        """Check that long requests of every kind end when their client leaves, and free their resources."""
         with self._log.case("requests that leave"):
-            chat = next((case for case in self._goldens.cases if case.messages and case.speech is None), None)
+            chat = next((case for case in self._goldens.cases if case.is_chat and case.speech is None), None)
             if chat is not None:
                 endless = SamplingParams(max_tokens=_ENDLESS_TOKENS, ignore_eos=True)
                 await _first_event(self._service.answer(lambda: self._prepare(chat), endless))
@@ -107,6 +117,12 @@ class ServedReplay:
                 )
                 await _first_event(self._service.speech(request, noise=PhiloxNoise(0)))
                 await self.check_freed(before, "a speech that leaves")
+            picture = next((case for case in self._goldens.cases if case.drawing is not None), None)
+            if picture is not None:
+                drawing = image_request(picture, self._goldens.tensors)
+                drawing = replace(drawing, num_steps=MAX_IMAGE_STEPS, num_pictures=MAX_PICTURES)
+                await _first_event(self._service.draw(drawing))
+                await self.check_freed(before, "a picture that leaves")
 
     async def serve(self, case: ServedCase, served: Served) -> Served:
         try:
@@ -117,7 +133,9 @@ class ServedReplay:
             served.error = error
         return served
 
-    def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncIterator[Event]:
+    def _events(self, case: ServedCase, recorder: Recorder | None) -> AsyncIterator[Event | ImageEvent]:
+        if case.drawing is not None:
+            return self._service.draw(image_request(case, self._goldens.tensors), recorder=recorder)
         speech = None if case.speech is None else speech_params(case.speech)
         noise = None
         if case.speech is not None and self._goldens.has(case, "noise"):
@@ -170,7 +188,7 @@ async def _limited() -> AsyncIterator[None]:
         raise WorkerError(f"the request has not ended after {_LIMIT_S:.0f} s", where="service") from error
 
 
-async def _first_event(events: AsyncIterator[Event]) -> None:
+async def _first_event(events: AsyncIterator[Event | ImageEvent]) -> None:
     """Wait for the first event and leave. Raises: WorkerError when there is none."""
     try:
         async with _limited():

@@ -11,7 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.artifacts.parameters import VisionParameters
-from mingc.verify.served.cases import RecordedMessage, RecordedPart, RecordedSpeech, ServedCase
+from mingc.verify.served.cases import (
+    RecordedDrawing,
+    RecordedMessage,
+    RecordedPart,
+    RecordedSpeech,
+    ServedCase,
+)
 
 _LONG = (
     "Please read this carefully: a prompt that is longer than one chunk of prefill is computed in several steps, "
@@ -19,6 +25,7 @@ _LONG = (
 )
 _CLIP_HZ = 16_000
 _VIDEO_GRID = (2, 4, 4)
+PIXEL_STRIDE = 8  # rows and columns of a picture between those that are recorded
 
 
 @dataclass(slots=True)
@@ -103,6 +110,25 @@ def chat_cases(
     if has_speech:
         spoken = RecordedSpeech(max_steps=2)
         cases.append(case("spoken chat", _says("user", "Describe a story."), speech=spoken))
+    return cases
+
+
+def picture_cases(media: Media, *, takes_image: bool) -> list[ServedCase]:
+    """A picture with a text on it, and a picture that is changed; of the sizes with the fewest pixels."""
+    cases = [
+        ServedCase(
+            name="picture",
+            messages=(_says("user", 'A sign that says "OPEN 24h", 照片.'),),
+            drawing=RecordedDrawing(aspect=2.0, resolution=512, num_steps=3, guidance=2.0, seed=7),
+        )
+    ]
+    if takes_image:
+        image = media.image("changed picture.media.0", 80, 96)
+        drawing = RecordedDrawing(
+            aspect=0.5, resolution=512, num_steps=3, guidance=1.0, seed=8, has_reference=True
+        )
+        message = _says("user", image, "Make it a winter day.")
+        cases.append(ServedCase(name="changed picture", messages=(message,), drawing=drawing))
     return cases
 
 
