@@ -338,7 +338,7 @@ def test_draw_writes_the_picture_of_the_service(image_artifact: Path, tmp_path: 
     case = GOLDEN["e2e"]["e2e_t2i"]
     file = tmp_path / "sign.png"
     words = ("--size", "704x352", "--seed", case["seed"], "--steps", case["steps"])
-    done = mingc("draw", image_artifact, case["user_text"], "-o", file, *words, "--json")
+    done = mingc("draw", image_artifact, case["user_text"], "--output", file, *words, "--json")
     assert done.code == 0, done.stderr
     assert done.document == {"file": str(file), "width": 704, "height": 352, "seed": 42}
     with Image.open(file) as picture:
