@@ -12,6 +12,7 @@ import torch
 from conformance.audio import replay_clips
 from conformance.engines import Engines
 from conformance.golden_files import read_document, read_tensors
+from conformance.picture_prompts import replay_picture_prompts
 from conformance.preprocess import replay_preprocessing
 from conformance.reference_log import ReferenceLog
 from conformance.talker import replay_speech
@@ -53,6 +54,12 @@ GOLDEN_FILES = (
     ),
     GoldenFile(name="vae.safetensors", stages=("audio_vae",), replay=replay_waveforms),
     GoldenFile(name="text.json", document="text.json", replay=replay_texts),
+    GoldenFile(
+        name="imagegen/imagegen_condition.safetensors",
+        document="imagegen/imagegen.json",
+        stages=("thinker", "image_condition"),
+        replay=replay_picture_prompts,
+    ),
 )
 
 
