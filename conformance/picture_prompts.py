@@ -134,17 +134,17 @@ def _hidden_rows(engines: Engines, prompts: Sequence[ThinkerPrompt]) -> list[Hid
         run.close()
 
 
-def _normed(engines: Engines, rows: HiddenRowsItem) -> NDArray[np.float32]:
+def _normed(engines: Engines, rows: HiddenRowsItem) -> NDArray[np.generic]:
     """The thinker's final norm (Q, D) of rows, in double precision."""
-    norm = to_numpy(engines.stage("image_condition").weights["norm"]).astype(np.float64)
-    total = to_numpy(rows.residual).astype(np.float64) + to_numpy(rows.delta)
-    return (total / np.sqrt(np.mean(total**2, axis=-1, keepdims=True)) * norm).astype(np.float32)
+    norm = engines.stage("image_condition").weights["norm"].cpu().double()
+    total = rows.residual.double() + rows.delta.double()
+    return to_numpy(total * torch.rsqrt(total.square().mean(-1, keepdim=True)) * norm)
 
 
 def _before_norm(engines: Engines, hidden: NDArray[np.generic]) -> tuple[Tensor, Tensor]:
     """A residual stream and a delta (Q, D) whose final norm is `hidden`."""
-    norm = to_numpy(engines.stage("image_condition").weights["norm"]).astype(np.float32)
-    total = torch.from_numpy((_SCALE * hidden / norm).astype(np.float32))
+    norm = engines.stage("image_condition").weights["norm"].cpu().float()
+    total = _SCALE * torch.from_numpy(hidden.astype(np.float32)) / norm
     return total, torch.zeros_like(total)
 
 
@@ -166,7 +166,8 @@ def _glyph_rows(case: str, text: str, engines: Engines, log: ReferenceLog) -> ND
     log.ids(
         f"{case}.glyph.ids", GlyphTokenizer(parameters.added_tokens, parameters.max_length).encode(text)[None]
     )
-    return _encode(engines, [text])[0]
+    (rows,) = _encode(engines, [text])
+    return rows
 
 
 def _encode(engines: Engines, texts: Sequence[str]) -> NDArray[np.generic]:
