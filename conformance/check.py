@@ -12,8 +12,9 @@ import torch
 from conformance.audio import replay_clips
 from conformance.engines import Engines
 from conformance.golden_files import read_document, read_tensors
+from conformance.picture_prompts import replay_picture_prompts
 from conformance.pictures import STAGES as PICTURE_STAGES
-from conformance.pictures import replay_captions, replay_decoding, replay_loops, replay_velocities
+from conformance.pictures import replay_decoding, replay_loops, replay_velocities
 from conformance.preprocess import replay_preprocessing
 from conformance.reference_log import ReferenceLog
 from conformance.talker import replay_speech
@@ -56,8 +57,13 @@ GOLDEN_FILES = (
         name="talker.safetensors", document="talker.json", stages=("talker", "cfm"), replay=replay_speech
     ),
     GoldenFile(name="vae.safetensors", stages=("audio_vae",), replay=replay_waveforms),
+    GoldenFile(
+        name="imagegen/imagegen_condition.safetensors",
+        document="imagegen/imagegen.json",
+        stages=("thinker", "image_condition"),
+        replay=replay_picture_prompts,
+    ),
     GoldenFile(name="text.json", document="text.json", replay=replay_texts),
-    GoldenFile(name="imagegen/imagegen_condition.safetensors", stages=PICTURE_STAGES, replay=replay_captions),
     GoldenFile(name="imagegen/imagegen_dit.safetensors", stages=PICTURE_STAGES, replay=replay_velocities),
     GoldenFile(name="imagegen/imagegen_vae.safetensors", stages=PICTURE_STAGES, replay=replay_decoding),
     GoldenFile(

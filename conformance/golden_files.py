@@ -74,6 +74,10 @@ _SPEECH = {
     "prompt_text?": _OPTIONAL_TEXT,
     "instruction?": _OPTIONAL_TEXT,
 }
+_PICTURE = (
+    {"user_text": str, "prompt": str, "glyph_text": str},
+    {"rows": _TEXTS, "glyph_text": _TEXTS},  # a batch of other cases
+)
 _DRAWN = {"steps": int, "guidance": float, "seed": int}
 _FORMS: Mapping[str, Any] = {
     "preprocess.json": {
@@ -90,6 +94,9 @@ _FORMS: Mapping[str, Any] = {
         "eos_token_id?": int,
     },
     "imagegen.json": {
+        "condition": {"*": _PICTURE},
+        "glyph_text?": [{"prompt": str, "text": str}],
+        "byt5_tokenizer?": {"cases": [{"text": str, "ids": _Ints(1)}]},
         "loops": {
             "*": {
                 **_DRAWN,

@@ -1,4 +1,4 @@
-"""imagegen/*.safetensors: rows of captions, forwards of the sampler, whole loops as a server runs them, and the VAE."""
+"""imagegen/*.safetensors: forwards of the sampler, whole loops as a server runs them, and the VAE."""
 
 from __future__ import annotations
 
@@ -72,26 +72,6 @@ def replay_decoding(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -
         with log.case(case):
             pixels = _tensor(engines, log, f"{case}.pixels")
             log.tensor(f"{case}.latent", np.stack([to_numpy(pictures.encode(each)) for each in pixels]))
-
-
-def replay_captions(engines: Engines, log: ReferenceLog, _: Mapping[str, Any]) -> None:
-    """Replay the rows of queries, from the thinker's last layer, and those of texts, with which a caption ends."""
-    pictures = _image_engines(engines)
-    for case in log.cases("thinker_layer_out"):
-        with log.case(case):
-            rows = _tensor(engines, log, f"{case}.thinker_layer_out")[-1][
-                torch.from_numpy(log.input(f"{case}.gen_mask"))
-            ]
-            found = pictures.condition(rows, torch.zeros_like(rows))
-            log.tensor(f"{case}.condition", to_numpy(found)[None])
-    for case in log.cases("glyph.ids") if engines.has("glyph") else ():
-        with log.case(case):
-            ids, caption = log.input(f"{case}.glyph.ids"), f"{case}.caption"
-            for index, text in enumerate(ids):
-                rows = to_numpy(pictures.glyph(text))
-                log.tensor(
-                    caption, rows, reference=log.references[caption][index, -len(text) :], how=f"text {index}"
-                )
 
 
 def _replay_loop(
