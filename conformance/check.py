@@ -57,13 +57,13 @@ GOLDEN_FILES = (
         name="talker.safetensors", document="talker.json", stages=("talker", "cfm"), replay=replay_speech
     ),
     GoldenFile(name="vae.safetensors", stages=("audio_vae",), replay=replay_waveforms),
+    GoldenFile(name="text.json", document="text.json", replay=replay_texts),
     GoldenFile(
         name="imagegen/imagegen_condition.safetensors",
         document="imagegen/imagegen.json",
         stages=("thinker", "image_condition"),
         replay=replay_picture_prompts,
     ),
-    GoldenFile(name="text.json", document="text.json", replay=replay_texts),
     GoldenFile(name="imagegen/imagegen_dit.safetensors", stages=PICTURE_STAGES, replay=replay_velocities),
     GoldenFile(name="imagegen/imagegen_vae.safetensors", stages=PICTURE_STAGES, replay=replay_decoding),
     GoldenFile(
