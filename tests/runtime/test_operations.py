@@ -162,7 +162,7 @@ def test_sigint_does_not_drain_and_a_second_signal_ends_a_drain() -> None:
                 "/v1/audio/speech",
                 "/v1/images/generations",
                 "/v1/images/edits",
-            ],  # fmt: skip
+            ],
         ),
     ],
 )
