@@ -39,6 +39,8 @@ _LEAST: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/completions": {"prompt": [70]},
     "/v1/audio/speech": {"input": "Hello"},
+    "/v1/images/generations": {"prompt": "a cat", "size": "512x512"},
+    "/v1/images/edits": {"prompt": "in blue", "size": "512x512"},
     "/tokenize": {"messages": [{"role": "user", "content": "Hello"}]},
     "/detokenize": {"tokens": [70]},
 }
@@ -97,8 +99,10 @@ def _fuzz_operation(
     dropped = {"model", "voice"}
     if turn % 2:
         dropped |= {
-            "audio", "audios", "best_of", "chat_template_kwargs", "echo", "images", "max_completion_tokens",
-            "min_tokens", "modalities", "stream_options", "thinking", "top_logprobs", "videos",
+            "aspect_ratio", "audio", "audios", "best_of", "chat_template_kwargs", "echo", "extra_body",
+            "guidance_scale", "height", "image_generation", "images", "max_completion_tokens", "min_tokens",
+            "modalities", "negative_prompt", "num_inference_steps", "output_compression", "partial_images", "size",
+            "stream_options", "thinking", "top_logprobs", "videos", "width",
         }  # fmt: skip
     for body in schemas.values():
         dropped |= {

@@ -23,6 +23,8 @@ from mingc.runtime.request import (
     ChatRequest,
     Done,
     Event,
+    ImageEvent,
+    ImageRequest,
     Service,
     ServiceInfo,
     ServiceLoad,
@@ -137,6 +139,10 @@ class RemoteSpeechService:
     def speech(self, request: SpeechRequest) -> AsyncIterator[Event]:
         """Events of the speech of one text. See `Service`."""
         return self._speech(request)
+
+    def draw(self, request: ImageRequest) -> AsyncIterator[ImageEvent]:
+        """Events of pictures. See `Service`."""
+        return self._text.draw(request)
 
     def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
         """Events of a transcript. See `Service`."""

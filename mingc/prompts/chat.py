@@ -27,7 +27,7 @@ from mingc.prompts.conversation import (
     ToolCall,
     VideoParams,
 )
-from mingc.prompts.features import AudioFeatures, Features, VideoFeatures, VoiceClip
+from mingc.prompts.features import AudioFeatures, Features, ReferencePicture, VideoFeatures, VoiceClip
 from mingc.prompts.media_decoder import (
     NO_SOUND,
     MediaDecoder,
@@ -443,7 +443,7 @@ def _num_characters(message: Message) -> int:
 def _num_tokens(features: Features, merge_size: int) -> int:
     if isinstance(features, AudioFeatures):
         return features.num_tokens
-    assert not isinstance(features, VoiceClip), "a prompt has no voices"
+    assert not isinstance(features, VoiceClip | ReferencePicture), "no part of a prompt"
     vision = features.vision if isinstance(features, VideoFeatures) else features
     return vision.num_tokens(merge_size)
 

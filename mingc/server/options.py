@@ -48,7 +48,7 @@ class ServeOptions:
     )  # fmt: skip
     max_concurrent_requests: int = option(
         256, "--max-concurrent-requests", least=1, most=10**6, group=_LIMITS,
-        help="Chat and speech requests inside the server (read, queued or generated) before a 503.",
+        help="Requests for text, speech and pictures inside the server (read, queued or generated) before a 503.",
     )  # fmt: skip
     max_connections: int | None = option(
         None, "--max-connections", least=1, most=1 << 20, group=_LIMITS, shown_default="by `ulimit -n`, at most 4096",
@@ -69,7 +69,8 @@ class ServeOptions:
     )  # fmt: skip
     max_total_answer_bytes: int = option(
         4 << 30, "--max-total-answer-bytes", unit=BYTES, least=1 << 20, most=MOST_BYTES, group=_LIMITS,
-        help="Speech of all answers that are not streamed, or FLAC, before a 503; it is kept in the folder TMPDIR.",
+        help="Speech of all answers that are not streamed, or FLAC, and pictures, before a 503. Speech is kept in the "
+        "folder TMPDIR, pictures in memory.",
     )  # fmt: skip
     max_speech_characters: int = option(
         32_768,
@@ -93,8 +94,8 @@ class ServeOptions:
     )  # fmt: skip
     key_max_tokens: int | None = option(
         None, "--key-max-tokens", least=1, most=10**9, group=_LIMITS, shown_default="no limit",
-        help="Tokens of the chats that each API key may have in flight: `max_tokens`, and one for 4 bytes of text in "
-        "the prompt.",
+        help="Tokens that each API key may have in flight: `max_tokens` of chats, one for 16 × 16 pixels of pictures "
+        "to draw, and one for 4 bytes of text in prompts.",
     )  # fmt: skip
     key_max_audio_seconds: int | None = option(
         None, "--key-max-audio-seconds", least=1, most=10**9, group=_LIMITS, shown_default="no limit",

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from fake_service import SPEECH_ONLY, FakeService
 from openai.types import completion_create_params as completion_params
+from openai.types import image_edit_params, image_generate_params
 from openai.types.audio import speech_create_params
 from openai.types.chat import completion_create_params as chat_params
 from openapi_fuzz import fuzz
@@ -20,10 +21,13 @@ from mingc.server.app import create_app
 from mingc.server.error_objects import ErrorResponse
 from mingc.server.http import response_schemas
 from mingc.server.http.openapi import openapi_document
+from mingc.server.http.pictures import ImagesResponse
 from mingc.server.http.request_schemas import (
     CHAT_BODY,
     COMPLETION_BODY,
     DETOKENIZE_BODY,
+    IMAGE_BODY,
+    IMAGE_EDIT_BODY,
     SPEECH_BODY,
     TOKENIZE_BODY,
 )
@@ -31,6 +35,7 @@ from mingc.server.http.transcriptions import Transcription, TranscriptionBody
 from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
+IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
 CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
@@ -65,7 +70,8 @@ def test_operations_of_the_document() -> None:
     )
     errors = ("400", "401", "404", "408", "413", "415", "500", "503")
     lists = ("401", "404")
-    forms = ("TranscriptionBody", "NewVoiceForm")
+    forms = ("TranscriptionBody", "NewVoiceForm", "ImageEditBody")
+    pictures = {"application/json": "ImagesResponse", "text/event-stream": None}
     both = ("200", "503")
     expected = {
         CHAT: ("ChatBody", True, {"application/json": "ChatCompletion", "text/event-stream": None}, errors),
@@ -86,6 +92,8 @@ def test_operations_of_the_document() -> None:
             (*errors, "403"),
         ),
         "/v1/audio/translations": (None, True, None, ("400", "401")),
+        IMAGES: ("ImageBody", True, pictures, (*errors, "507")),
+        EDITS: ("ImageEditBody", True, pictures, (*errors, "403", "507")),
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
         "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
@@ -144,7 +152,10 @@ def test_operations_of_the_document() -> None:
 def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
     assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
-    for body in (CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody):
+    for body in (
+        CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody, IMAGE_BODY,
+        IMAGE_EDIT_BODY,
+    ):  # fmt: skip
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
         assert schema["additionalProperties"] is False
@@ -187,7 +198,15 @@ OTHER_APIS = {
         CHAT: " ".join(chat_params.CompletionCreateParamsBase.__annotations__),
         "/v1/completions": " ".join(completion_params.CompletionCreateParamsBase.__annotations__),
         "/v1/audio/speech": " ".join(speech_create_params.SpeechCreateParams.__annotations__),
+        IMAGES: " ".join(image_generate_params.ImageGenerateParamsBase.__annotations__),
+        EDITS: " ".join(image_edit_params.ImageEditParamsBase.__annotations__),
     },
+    "vLLM-Omni": {  # `entrypoints/openai/protocol/images.py`, chats as its documentation has them
+        IMAGES: """prompt model n size response_format user negative_prompt num_inference_steps guidance_scale
+            true_cfg_scale seed vae_use_slicing vae_use_tiling""",
+        CHAT: "modalities height width num_inference_steps guidance_scale seed negative_prompt extra_body",
+    },
+    "SGLang-Omni": {CHAT: "modalities image_generation"},
 }
 
 
@@ -196,7 +215,8 @@ OTHER_APIS = {
 )
 def test_every_field_of_another_api_is_accepted_refused_by_name_or_ignored(api: str, path: str) -> None:
     document = msgspec.json.decode(openapi_document())
-    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    (body,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    schema = body["schema"]
     fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
     assert set(OTHER_APIS[api][path].split()) <= set(fields)
 
@@ -219,6 +239,12 @@ def test_responses_are_those_of_the_document(url: str) -> None:
             (http.post(CHAT, json={}), ErrorResponse),
             (http.post("/v1/audio/transcriptions", files={"file": CLIP.read_bytes()}), Transcription),
             (http.post("/v1/audio/translations"), ErrorResponse),
+            (http.post(IMAGES, json={"prompt": "x", "n": 2, "size": "512x512"}), ImagesResponse),
+            (
+                http.post(EDITS, files={"image": b"x"}, data={"prompt": "x", "size": "512x512"}),
+                ImagesResponse,
+            ),
+            (http.post(CHAT, json={**body, "modalities": ["image"]}), response_schemas.ChatCompletion),
             (http.get("/v1/models"), response_schemas.ModelList),
             (http.get("/v1/models/ming-omni"), response_schemas.ModelObject),
             (http.get("/v1/models/other"), ErrorResponse),
@@ -241,4 +267,4 @@ def test_generated_requests_get_no_server_error(url: str) -> None:
     """A bounded run; `python benchmarks/openapi_fuzz.py` sends 10,000 requests."""
     report = fuzz(url, num_requests=1, seconds=60, round_size=8)  # one turn
     assert not report.faults, report.faults[0]
-    assert report.requests >= 20 and len(report.statuses) == 16  # `/openapi.json` itself is skipped
+    assert report.requests >= 20 and len(report.statuses) == 18  # `/openapi.json` itself is skipped

@@ -21,6 +21,7 @@ from mingc.errors import CapacityError, RequestError, ServeError, WorkerError
 from mingc.prompts.conversation import MediaPart, Message, VideoParams
 from mingc.prompts.media_decoder import SpeechSegment
 from mingc.prompts.prompt_writer import PreparedPrompt
+from mingc.prompts.thinker_prompt import VISION
 from mingc.prompts.tokenizer import Detokenizer, TextTokenizer
 from mingc.prompts.tools import Tool, ToolTokens, ToolUse
 from mingc.prompts.transcription import answer_start, transcription_message
@@ -648,7 +649,11 @@ class OmniService:
             raise item.error
         assert isinstance(item, HiddenRowsItem), "the answer to a prompt with queries"
         timings.mark_at("prefill", item.begun_at)
-        usage = Usage(prompt_tokens=prompt.num_tokens, cached_tokens=item.reused_tokens)
+        usage = Usage(
+            prompt_tokens=prompt.num_tokens,
+            prompt_image_tokens=int((prompt.embed_kind == VISION).sum()) - sum(images.num_queries),
+            cached_tokens=item.reused_tokens,
+        )
         return item, texts[0], usage
 
     async def list_voices(self) -> tuple[VoiceInfo, ...]:

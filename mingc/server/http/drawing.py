@@ -9,11 +9,10 @@ from msgspec import Struct
 
 from mingc.errors import RequestError
 from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, MAX_ASPECT, Size, nearest_size, resolution_of
-from mingc.runtime.request import ServiceInfo
+from mingc.runtime.request import MAX_SEED, ServiceInfo
 from mingc.server.http.field_errors import as_integer, invalid, shorten
 from mingc.server.http.request_schemas import DrawingFields
 
-MAX_SEED = (1 << 63) - 1
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 _RATIO = re.compile(r"([1-9]\d{0,4}):([1-9]\d{0,4})")
 
