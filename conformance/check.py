@@ -12,6 +12,9 @@ import torch
 from conformance.audio import replay_clips
 from conformance.engines import Engines
 from conformance.golden_files import read_document, read_tensors
+from conformance.picture_prompts import replay_picture_prompts
+from conformance.pictures import STAGES as PICTURE_STAGES
+from conformance.pictures import replay_decoding, replay_loops, replay_velocities
 from conformance.preprocess import replay_preprocessing
 from conformance.reference_log import ReferenceLog
 from conformance.talker import replay_speech
@@ -35,11 +38,13 @@ class GoldenFile:
         name: file name of the tensors, or of a JSON document without tensors.
         document: file name of the JSON document.
         stages: the artifact must have all of them; without one the file is left out.
+        inputs: file name of further tensors, which the replay only reads: `inputs` of the document.
     """
 
     name: str
     document: str | None = None
     stages: tuple[str, ...] = ()
+    inputs: str | None = None
     replay: Replay
 
 
@@ -53,6 +58,21 @@ GOLDEN_FILES = (
     ),
     GoldenFile(name="vae.safetensors", stages=("audio_vae",), replay=replay_waveforms),
     GoldenFile(name="text.json", document="text.json", replay=replay_texts),
+    GoldenFile(
+        name="imagegen/imagegen_condition.safetensors",
+        document="imagegen/imagegen.json",
+        stages=("thinker", "image_condition"),
+        replay=replay_picture_prompts,
+    ),
+    GoldenFile(name="imagegen/imagegen_dit.safetensors", stages=PICTURE_STAGES, replay=replay_velocities),
+    GoldenFile(name="imagegen/imagegen_vae.safetensors", stages=PICTURE_STAGES, replay=replay_decoding),
+    GoldenFile(
+        name="imagegen/imagegen_loop.safetensors",
+        document="imagegen/imagegen.json",
+        inputs="imagegen/imagegen_condition.safetensors",
+        stages=PICTURE_STAGES,
+        replay=replay_loops,
+    ),
 )
 
 
@@ -97,6 +117,8 @@ def replay_file(engines: Engines, folder: Path, file: GoldenFile) -> ReferenceLo
         log.note = f"this artifact has no {' and '.join(file.stages)}"
     else:
         arguments = read_document(document) if has_document else {}
+        if file.inputs is not None:
+            arguments["inputs"] = read_tensors(folder / file.inputs)
         with log.case("replay"):
             file.replay(engines, log, arguments)
             if not log.comparisons:

@@ -74,6 +74,11 @@ _SPEECH = {
     "prompt_text?": _OPTIONAL_TEXT,
     "instruction?": _OPTIONAL_TEXT,
 }
+_PICTURE = (
+    {"user_text": str, "prompt": str, "glyph_text": str},
+    {"rows": _TEXTS, "glyph_text": _TEXTS},  # a batch of other cases
+)
+_DRAWN = {"steps": int, "guidance": float, "seed": int}
 _FORMS: Mapping[str, Any] = {
     "preprocess.json": {
         "video?": {
@@ -87,6 +92,21 @@ _FORMS: Mapping[str, Any] = {
             "*": {"prompt": str, "input_ids": _Ints(1)},
         },
         "eos_token_id?": int,
+    },
+    "imagegen.json": {
+        "condition": {"*": _PICTURE},
+        "glyph_text?": [{"prompt": str, "text": str}],
+        "byt5_tokenizer?": {"cases": [{"text": str, "ids": _Ints(1)}]},
+        "loops": {
+            "*": {
+                **_DRAWN,
+                "height": int,
+                "width": int,
+                "caption": str,
+                "scheduler": ("shipped", {"use_dynamic_shifting": bool}),
+            }
+        },
+        "e2e": {"*": {**_DRAWN, "diffusion_size": _Ints(1)}},
     },
     "talker.json": {"*": (_SPEECH, {"patches": int})},
     "text.json": {
@@ -150,7 +170,7 @@ def _problems(form: Any, value: Any, where: str) -> Iterator[str]:
             is_right = isinstance(value, str) and form.fullmatch(value) is not None
         case type():
             kinds = (int, float) if form is float else form
-            is_right = isinstance(value, kinds) and not isinstance(value, bool)
+            is_right = isinstance(value, kinds) and isinstance(value, bool) == (form is bool)
     if not is_right:
         yield f"{where} is {_name(value)}, expected {_name_form(form)}"
 

@@ -23,7 +23,7 @@ from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.kv_cache import PagePool
 from mingc.runtime.request import Recorder, SamplingParams
-from mingc.runtime.request_stream import FailedItem, Item, TokenItem
+from mingc.runtime.request_stream import FailedItem, HiddenRowsItem, Item, TokenItem
 from mingc.runtime.thinker.create_worker import create_worker
 from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions
 from mingc.runtime.thinker.loop import StepRunner, ThinkerLoop
@@ -108,6 +108,20 @@ class ThinkerRunner:
         assert [len(rows) for rows, _ in decodes] == [len(requests)] * steps, "one batch a step"
         return np.stack([logits[np.argsort(rows)] for rows, logits in decodes])
 
+    def hidden_rows(self, prompts: Sequence[ThinkerPrompt]) -> list[HiddenRowsItem]:
+        """The answers to prompts with queries, which run together."""
+        loop = self._loop(len(prompts), self.max_chunk)
+        items: queue.Queue[tuple[int, Item]] = queue.Queue()
+        for row, prompt in enumerate(prompts):
+            loop.submit_queries(prompt, partial(_emit, items, row))
+        self._recorder.begin(lambda page: 0, prompts, None)
+        loop.start()
+        try:
+            found = dict(_next(items) for _ in prompts)
+        finally:
+            loop.stop(_LIMIT_S)
+        return [each for _, each in sorted(found.items()) if isinstance(each, HiddenRowsItem)]
+
     def cached(self, name: str, num_tokens: int) -> NDArray[np.generic]:
         """KV state `name` (heads, num_tokens, head_dim) of the last prompt, in token order."""
         size = self._parameters.page_size
@@ -134,22 +148,7 @@ class ThinkerRunner:
         recorders: Sequence[Recorder] | None = None,
     ) -> list[list[TokenItem]]:
         """Run the prompts in a new loop over the same workers. Returns the tokens of each prompt."""
-        pool = PagePool(self._num_pages, self._parameters.page_size)
-        _reverse(pool)
-        scheduler = _TogetherScheduler(
-            pool,
-            max_running=len(prompts),
-            chunk=replace(
-                self._worker.chunk,
-                max_rows=chunk,
-                max_prompts=self._worker.chunk.max_prompts if chunk == self.max_chunk else 1,
-                two_batch_rows=0,
-            ),
-            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._worker.num_layer_groups),
-            max_context=pool.max_tokens,
-            max_waiting=len(prompts),
-        )
-        loop = ThinkerLoop(self._recorder, scheduler, stop_ids=(), vocab_size=self._parameters.vocab_size)
+        loop = self._loop(len(prompts), chunk)
         items: queue.Queue[tuple[int, Item]] = queue.Queue()
         sampling = SamplingParams(max_tokens=max_tokens)
         # In reverse order, so that the row of a batch differs from the request's number.
@@ -163,12 +162,32 @@ class ThinkerRunner:
             )
             for row in reversed(range(len(prompts)))
         }
+        pool = loop.scheduler.pool
         self._recorder.begin(lambda page: _owner(pool, ids, page), prompts, forced)
         loop.start()
         try:
             return _collect(items, len(prompts))
         finally:
             loop.stop(_LIMIT_S)
+
+    def _loop(self, num_prompts: int, chunk: int) -> ThinkerLoop:
+        """A new loop for chunks of at most `chunk` tokens."""
+        pool = PagePool(self._num_pages, self._parameters.page_size)
+        _reverse(pool)
+        scheduler = _TogetherScheduler(
+            pool,
+            max_running=num_prompts,
+            chunk=replace(
+                self._worker.chunk,
+                max_rows=chunk,
+                max_prompts=self._worker.chunk.max_prompts if chunk == self.max_chunk else 1,
+                two_batch_rows=0,
+            ),
+            prefill_policy=ChunkedPrefillPolicy(num_layer_groups=self._worker.num_layer_groups),
+            max_context=pool.max_tokens,
+            max_waiting=num_prompts,
+        )
+        return ThinkerLoop(self._recorder, scheduler, stop_ids=(), vocab_size=self._parameters.vocab_size)
 
 
 class StepRecorder:
@@ -261,17 +280,23 @@ def _emit(items: queue.Queue[tuple[int, Item]], row: int, item: Item) -> None:
     items.put((row, item))
 
 
+def _next(items: queue.Queue[tuple[int, Item]]) -> tuple[int, Item]:
+    """The next item of any request. Raises: the error of a failed request, or WorkerError after `_LIMIT_S`."""
+    try:
+        row, item = items.get(timeout=_LIMIT_S)
+    except queue.Empty:
+        raise WorkerError(f"the thinker made no token for {_LIMIT_S:.0f} s", where="thinker") from None
+    if isinstance(item, FailedItem):
+        raise item.error
+    return row, item
+
+
 def _collect(items: queue.Queue[tuple[int, Item]], num_requests: int) -> list[list[TokenItem]]:
-    """Wait for the tokens of every request. Raises: the error of a failed request, or WorkerError after `_LIMIT_S`."""
+    """Wait for the tokens of every request. Raises: as `_next`."""
     answers: list[list[TokenItem]] = [[] for _ in range(num_requests)]
     num_running = num_requests
     while num_running:
-        try:
-            row, item = items.get(timeout=_LIMIT_S)
-        except queue.Empty:
-            raise WorkerError(f"the thinker made no token for {_LIMIT_S:.0f} s", where="thinker") from None
-        if isinstance(item, FailedItem):
-            raise item.error
+        row, item = _next(items)
         assert isinstance(item, TokenItem), "the thinker emits tokens"
         answers[row].append(item)
         num_running -= item.finish is not None

@@ -19,10 +19,12 @@ from collector import Collector
 from eager_export import export_eager
 from mingc_command import DATA, ENVIRONMENT
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stage_checks import assert_close
 from torch import Tensor
 
+from conformance.check import GOLDEN_FILES, replay_file
+from conformance.engines import Engines
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import (
     GlyphParameters,
@@ -295,3 +297,34 @@ def test_captions_equal_the_goldens(
     batch = torch.stack([condition(rows) for rows in pair])
     captions = torch.cat([batch, shown(*ARGUMENTS["batch"]["glyph_text"])], dim=1)
     assert_close(captions, GOLDEN["batch.caption"], LIMIT)
+
+
+def test_conformance_compares_every_value(image_artifact: Path, tmp_path: Path) -> None:
+    """All rows pass, and with other reference values all fail but those of values that are inputs as well."""
+    (file,) = [each for each in GOLDEN_FILES if each.name.endswith("imagegen_condition.safetensors")]
+    engines = Engines(open_artifact(image_artifact))
+    with torch.inference_mode():
+        log = replay_file(engines, DATA, file)
+    assert {row.outcome for row in log.comparisons} == {"pass"}
+    tensors = [row for row in log.comparisons if row.kind == "tensor"]
+    assert len(tensors) == 2 * 2 * len(CASES) + len(CASES) + 1 and len(log.comparisons) > 100
+    (tmp_path / "imagegen").mkdir()
+    compared = log._compared - log._inputs
+    others = {
+        name: value.logical_not() if value.dtype == torch.bool else value + 1 if name in compared else value
+        for name, value in GOLDEN.items()
+    }
+    save_file({**GOLDEN, **{name: others[name] for name in compared & {*GOLDEN}}}, tmp_path / file.name)
+    document = json.loads((DATA / "imagegen" / "imagegen.json").read_text("utf-8"))
+    for case in document["glyph_text"]:
+        case["text"] += "x"
+    for case in document["byt5_tokenizer"]["cases"]:
+        case["ids"] = [each + 1 for each in case["ids"]]
+    for case in document["condition"].values():
+        if "prompt" in case:
+            case["prompt"] += "x"
+    (tmp_path / "imagegen" / "imagegen.json").write_text(json.dumps(document), "utf-8")
+    with torch.inference_mode():
+        log = replay_file(engines, tmp_path, file)
+    passed = {row.name.partition(": ")[2] for row in log.comparisons if row.outcome == "pass"}
+    assert passed == {f"{case}.{kind}" for case in CASES for kind in ("query_hidden", "glyph_text")}

@@ -48,7 +48,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.kernels.cuda",
     ),
     # Inside the export, from the interface of a stage up to recipe → plan → run.
-    "mingc.export.checkpoint": ("mingc.errors",),
+    "mingc.export.pickled_weights": ("mingc.errors",),
+    "mingc.export.checkpoint": ("mingc.dtypes", "mingc.errors", "mingc.export.pickled_weights"),
     "mingc.export.config_fields": ("mingc.errors", "mingc.export.checkpoint"),
     "mingc.export.defaults": (),
     "mingc.export.stage": ("mingc.artifacts", "mingc.export.defaults", "mingc.export.checkpoint"),

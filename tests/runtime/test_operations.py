@@ -155,8 +155,14 @@ def test_sigint_does_not_drain_and_a_second_signal_ends_a_drain() -> None:
         (
             INFO,
             ["text", "image", "audio", "video"],
-            ["text", "audio"],
-            [*TEXT_ROUTES, TRANSCRIPTS, "/v1/audio/speech"],
+            ["text", "audio", "image"],
+            [
+                *TEXT_ROUTES,
+                TRANSCRIPTS,
+                "/v1/audio/speech",
+                "/v1/images/generations",
+                "/v1/images/edits",
+            ],
         ),
     ],
 )

@@ -453,7 +453,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "a boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "'stream': true"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "Unknown"),
-    ({"modalities": ["text", "image"]}, "modalities[1]", "image"),
+    ({"modalities": ["text", "video"]}, "modalities[1]", "video"),
     ({"modalities": ["audio"]}, "modalities", "text"),
     ({"modalities": "text"}, "modalities", "an array"),
     ({"modalities": []}, "modalities", "empty"),
@@ -516,7 +516,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts 'guided_regex'"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "between -2 and 2"),
     ({"presence_penalty": -2.5}, "presence_penalty", "between -2 and 2"),
-    ({"image_generation": {"size": "1024x1024"}}, "image_generation", "not generated"),
+    ({"image_generation": {"size": "1024x1024"}}, "image_generation", "send ['image']"),
     ({"temprature": 1}, "temprature", "'temperature'"),
     ({"video_fps": 0}, "video_fps", "above 0"),
 ]  # fmt: skip
@@ -633,8 +633,10 @@ def test_an_artifact_without_a_talker_says_so_on_every_spoken_chat(body: dict[st
 
 
 def test_unsupported_modalities_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"use \['text'\]\.$"):
+    with pytest.raises(RequestError, match="without the stages that draw pictures"):
         chat(TEXT_ONLY, modalities=["text", "image"])
+    with pytest.raises(RequestError, match=r"use \['text'\]\.$"):
+        chat(TEXT_ONLY, modalities=["text", "video"])
     for part, kind in ((IMAGE, "image"), (CLIP, "audio")):
         with pytest.raises(RequestError, match=f"takes no {kind} input"):
             chat(TEXT_ONLY, messages=[{"role": "user", "content": [part]}])
@@ -860,7 +862,6 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
     "moderation": ([], {}),
     "web_search_options": ([], {}),
     "verbosity": (["medium"], "low"),
-    "image_generation": ([], {}),
     "stage_sampling": ([{}], {"a": 1}),
     "stage_params": ([{}], {"a": 1}),
     "skip_special_tokens": ([True], False),
@@ -947,6 +948,7 @@ def test_every_field_is_served_refused_or_ignored() -> None:
         "mm_processor_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
         "n", "logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "logit_bias",
         "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "image_generation", "extra_body", "width", "height", "num_inference_steps", "guidance_scale", "negative_prompt",
     }  # fmt: skip
     assert {*CHAT_BODY.__struct_fields__} == served | {*REFUSED} | {*IGNORED}
 

@@ -96,7 +96,10 @@ def test_a_view_has_the_digest_of_its_copy() -> None:
 
 
 def test_tokens_are_known_by_their_medium_and_their_place_in_it() -> None:
-    """In the order of the prompt, whatever the order of the kinds; the merged tokens of two images are four each."""
+    """In the order of the prompt, whatever the order of the kinds; the merged tokens of two images are four each.
+
+    The queries of a picture, which follow all media, have no origin.
+    """
     other = replace(IMAGE, patches=bumped(IMAGE.patches))
     kinds = [
         WORD,
@@ -111,7 +114,7 @@ def test_tokens_are_known_by_their_medium_and_their_place_in_it() -> None:
         AUDIO,
         AUDIO,
     ]
-    kinds += [AUDIO, WORD]
+    kinds += [AUDIO, WORD, *(5 * [VISION]), WORD]
     media = MediaFeatures(spans=(), vision=(IMAGE, other, IMAGE), audio=(CLIP, CLIP))
     ids = media_ids(np.array(kinds), media, media_digests(media), merge_size=2)
     expected = [

@@ -1,4 +1,4 @@
-"""Qwen2 decoder stack of the speech LLM and of the three AudioVAE bodies.
+"""Qwen2 decoder stack of the speech LLM, of the three AudioVAE bodies, and of the connector of pictures.
 
 The stack computes norms, projections and the MLP; the caller passes attention (over a whole sequence, a KV slot or a
 ring buffer) as a function of the packed projection. Source: HF Qwen2; spec: talker.md §0, §8.1; spec: checkpoint.md §4.

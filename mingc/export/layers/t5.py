@@ -72,7 +72,8 @@ class T5Block(nn.Module):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """x (B, L, D); bias (B, H, L, L), to add to the scores."""
         packed = F.linear(rms_norm(x, self.attention_norm, self.eps), self.qkv)
-        q, k, v = packed.unflatten(2, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
+        shape = (*packed.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = packed.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         context = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         x = x + F.linear(context.transpose(1, 2).flatten(2), self.out)
         gate, up = F.linear(rms_norm(x, self.mlp_norm, self.eps), self.gate_up).chunk(2, dim=-1)

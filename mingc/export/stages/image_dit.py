@@ -67,14 +67,14 @@ class ImageDitStage(Stage):
         return _PART in checkpoint.parts
 
     def config(self, checkpoint: Checkpoint) -> ImageDitConfig:
-        schedule = checkpoint.part("scheduler")
+        transformer, schedule = checkpoint.part(_PART), checkpoint.part("scheduler")
         check_fields(schedule.config, SCHEDULER, str(schedule.config_file))
 
         def value(key: str, default: float) -> float:
             return float(schedule.config.get(key, default))
 
         config = ImageDitConfig(
-            transformer=_transformer_config(checkpoint.part(_PART)),
+            transformer=_transformer_config(transformer),
             num_train_steps=int(schedule.require("num_train_timesteps")),
             shift=float(schedule.require("shift")),
             is_shift_dynamic=bool(schedule.require("use_dynamic_shifting")),

@@ -198,9 +198,8 @@ class ImageStreamEvent(Struct, kw_only=True):
 Events = AsyncIterator[ImageEvent]
 
 
-async def _encode(picture: PartialImage | ImageDone, spec: PictureSpec) -> bytes:
-    size = picture.height, picture.width
-    return await EncoderThread().run(partial(encode_picture, picture.pixels, size, spec))
+def _encode(picture: PartialImage | ImageDone, spec: PictureSpec) -> bytes:
+    return encode_picture(picture.pixels, (picture.height, picture.width), spec)
 
 
 def _size(picture: PartialImage | ImageDone) -> str:
@@ -226,7 +225,8 @@ async def whole_pictures(events: Events, parsed: ParsedPictures) -> bytes:
     size = ""
     async for event in until_done(events):
         if isinstance(event, ImageDone):
-            made[event.index] = ImageObject(b64_json=await _encode(event, parsed.spec), seed=event.seed)
+            data = await EncoderThread().run(partial(_encode, event, parsed.spec))
+            made[event.index] = ImageObject(b64_json=data, seed=event.seed)
             size = _size(event)
         elif isinstance(event, Done):
             response = ImagesResponse(
@@ -261,7 +261,7 @@ async def picture_events(events: Events, parsed: ParsedPictures) -> AsyncIterato
             return
         made = ImageStreamEvent(
             type=f"{parsed.kind}.partial_image",
-            b64_json=await _encode(event, parsed.spec),
+            b64_json=await EncoderThread().run(partial(_encode, event, parsed.spec)),
             created_at=int(time.time()),
             size=_size(event),
             output_format=parsed.spec.format,
@@ -280,7 +280,7 @@ async def chat_pictures(events: Events, builder: ChatResponseBuilder) -> bytes:
     made: dict[int, PicturePart] = {}
     async for event in until_done(events):
         if isinstance(event, ImageDone):
-            made[event.index] = await _part(event)
+            made[event.index] = await EncoderThread().run(partial(_part, event))
         elif isinstance(event, Done):
             completion = builder.pictures([made[index] for index in sorted(made)], event)
     return await EncoderThread().run(partial(msgspec.json.encode, completion))
@@ -294,7 +294,8 @@ async def chat_picture_chunks(events: Events, builder: ChatResponseBuilder) -> A
             own = replace(builder, index=event.index)
             indices.append(event.index)
             yield sse(own.role_chunk(has_text=False))
-            yield sse(own.chunk(Delta(content=[await _part(event)])))
+            part = await EncoderThread().run(partial(_part, event))
+            yield sse(own.chunk(Delta(content=[part])))
         elif isinstance(event, Done):
             for index in indices:
                 yield sse(replace(builder, index=index).end_chunk(event))
@@ -303,6 +304,6 @@ async def chat_picture_chunks(events: Events, builder: ChatResponseBuilder) -> A
     yield SSE_DONE
 
 
-async def _part(picture: ImageDone) -> PicturePart:
-    data = await _encode(picture, _PNG)
+def _part(picture: ImageDone) -> PicturePart:
+    data = _encode(picture, _PNG)
     return PicturePart(image_url=PictureUrl(url="data:image/png;base64," + base64.b64encode(data).decode()))
