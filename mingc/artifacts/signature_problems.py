@@ -43,12 +43,23 @@ _SIZES = (
     ("audio_vae.stream", "latents", 1, "cfm.latents_per_patch"),
     ("audio_vae.stream", "latents", 2, "audio_vae.latent_dim"),
     ("audio_vae.decode", "waveform", 1, "audio_vae.hop_samples × frames_per_latent"),
+    ("image_condition.condition", "rows", 1, "image_condition.width"),
+    ("image_condition.condition", "rows", 1, "image_dit.caption_width"),
+    ("glyph.encode", "ids", 1, "glyph.max_length"),
+    ("glyph.encode", "rows", 2, "glyph.width"),
+    ("glyph.encode", "rows", 2, "image_dit.caption_width"),
+    ("image_dit.caption", "rows", 2, "image_dit.caption_width"),
+    ("image_dit.caption", "caption", 2, "image_dit.hidden_size"),
+    ("image_dit.velocity", "latents", 2, "image_dit.latent_channels × patch_size × patch_size"),
+    ("image_vae.decode", "latents", 1, "image_vae.latent_channels"),
+    ("image_vae.decode", "pixels", 3, "image_vae.scale"),
 )
 # Stages that exchange embeddings or latents of this width.
 _SHARED_WIDTHS = (
     ("vision_encoder", "thinker", "hidden_size"),
     ("audio_encoder", "thinker", "hidden_size"),
     ("cfm", "audio_vae", "latent_dim"),
+    ("image_dit", "image_vae", "latent_channels"),
 )
 # A limit of media, the bucketed dim that holds them, and the parameters whose product one row of it holds.
 _LIMITS = (

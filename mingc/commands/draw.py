@@ -40,9 +40,7 @@ class DrawReport:
 @cloup.command(cls=Command)
 @click.argument("artifact", type=PATH)
 @click.argument("prompt", type=TEXT)
-@option(
-    "-o", "--output", type=PATH, required=True, metavar="FILE", help="A .png, .jpg or .webp file to write."
-)
+@option("--output", type=PATH, required=True, metavar="FILE", help="A .png, .jpg or .webp file to write.")
 @option("--size", metavar="WIDTHxHEIGHT", show_default="1024x1024", help="Size in pixels.")
 @option("--aspect", metavar="W:H", help="Shape, instead of a size. Default with a reference: its own.")
 @option("--reference", type=PATH, metavar="FILE", help="A picture to change.")

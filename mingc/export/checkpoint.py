@@ -34,6 +34,33 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the files of a part are: its folder, the name of its config, and the stem of its weights files.
+
+    A part without a stem has no safetensors. `pickles`: weights files that the release has as pickles.
+    """
+
+    folder: str
+    config: str = "config.json"
+    weights: str | None = "model"
+    pickles: tuple[str, ...] = ()
+
+
+_LAYOUTS = {
+    "main": Layout(""),
+    "talker": Layout("talker"),
+    "vae": Layout("talker/vae"),
+    # Image generation.
+    "mlp": Layout("mlp"),
+    "connector": Layout("connector"),
+    "byt5": Layout("byt5", "byt5.json", None, ("byt5_model/byt5_model.pt", "byt5_mapper/byt5_mapper.pt")),
+    "transformer": Layout("transformer", weights="diffusion_pytorch_model"),
+    "scheduler": Layout("scheduler", "scheduler_config.json", None),
+    "image_vae": Layout("vae", weights="diffusion_pytorch_model"),
+}
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a checkpoint: its config and the index of its tensors."""
@@ -42,8 +69,6 @@ class Part:
     root: Path
     config: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
-    config_name: str = "config.json"
-    weights_name: str = "model"
     _open: dict[Path, Any] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> torch.Tensor:
@@ -71,9 +96,14 @@ class Part:
         self._open.clear()
 
     @property
+    def layout(self) -> Layout:
+        """Where its files are."""
+        return _LAYOUTS[self.name]
+
+    @property
     def config_file(self) -> Path:
         """The file that `config` was read from."""
-        return self.root / self.config_name
+        return self.root / self.layout.config
 
     def require(self, key: str, *path: str) -> Any:
         """The config value at `path` + `key`; CheckpointError names the file when it is absent."""
@@ -84,33 +114,6 @@ class Part:
                 raise CheckpointError(f"config key {dotted} is missing", where=str(self.config_file))
             value = value[step]
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the files of a part are: its folder, the name of its config, and the stem of its weights files.
-
-    A part without a stem has no safetensors. `pickles`: weights files that the release has as pickles.
-    """
-
-    folder: str
-    config: str = "config.json"
-    weights: str | None = "model"
-    pickles: tuple[str, ...] = ()
-
-
-_LAYOUTS = {
-    "main": _Layout(""),
-    "talker": _Layout("talker"),
-    "vae": _Layout("talker/vae"),
-    # Image generation.
-    "mlp": _Layout("mlp"),
-    "connector": _Layout("connector"),
-    "byt5": _Layout("byt5", "byt5.json", None, ("byt5_model/byt5_model.pt", "byt5_mapper/byt5_mapper.pt")),
-    "transformer": _Layout("transformer", weights="diffusion_pytorch_model"),
-    "scheduler": _Layout("scheduler", "scheduler_config.json", None),
-    "image_vae": _Layout("vae", weights="diffusion_pytorch_model"),
-}
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def _open(path: Path, *, has_tensors: bool) -> Checkpoint:
     return Checkpoint(root=path, parts=parts, notes=tuple(notes))
 
 
-def _open_part(name: str, layout: _Layout, root: Path, problems: list[str], has_tensors: bool) -> Part | None:
+def _open_part(name: str, layout: Layout, root: Path, problems: list[str], has_tensors: bool) -> Part | None:
     config = _read_json(root / layout.config, problems)
     weights = layout.weights
     weight_map: dict[str, str] = {}
@@ -238,14 +241,7 @@ def _open_part(name: str, layout: _Layout, root: Path, problems: list[str], has_
         )
     if config is None:
         return None
-    return Part(
-        name=name,
-        root=root,
-        config=config,
-        tensors=tensors,
-        config_name=layout.config,
-        weights_name=weights or "model",
-    )
+    return Part(name=name, root=root, config=config, tensors=tensors)
 
 
 def _read_index(file: Path, problems: list[str]) -> dict[str, str]:

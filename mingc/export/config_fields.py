@@ -245,6 +245,15 @@ IMAGE_VAE = _DIFFUSERS | {
     "latents_std": _Only((None,)),
 }
 
+_PICTURES = {
+    "mlp": IMAGE_MLP,
+    "connector": QWEN2,
+    "byt5": BYT5,
+    "transformer": IMAGE_DIT,
+    "scheduler": SCHEDULER,
+    "image_vae": IMAGE_VAE,
+}
+
 _TRAINING = ("lambda_", "disc", "loss", "mpd", "msd", "mrd")  # beginnings of fields of the VAE's training
 
 
@@ -275,16 +284,12 @@ def field_notes(checkpoint: Checkpoint) -> list[str]:
             ("talker/config.json", checkpoint.talker.config, TALKER),
             ("talker/llm/config.json", _read(checkpoint.talker.root / "llm" / "config.json"), QWEN2),
         ]
-    for name, rules in (("mlp", IMAGE_MLP), ("connector", QWEN2), ("byt5", BYT5)):
-        if name in checkpoint.parts:
-            part = checkpoint.parts[name]
-            sections.append((f"{name}/{part.config_name}", part.config, rules))
     if checkpoint.vae is not None:
         sections.append(("talker/vae/config.json", checkpoint.vae.config, VAE))
     sections += [
-        (str(part.config_file.relative_to(checkpoint.root)), part.config, rules)
-        for name, rules in (("transformer", IMAGE_DIT), ("scheduler", SCHEDULER), ("image_vae", IMAGE_VAE))
-        if (part := checkpoint.parts.get(name)) is not None
+        (str(part.config_file.relative_to(checkpoint.root)), part.config, _PICTURES[part.name])
+        for part in checkpoint.parts.values()
+        if part.name in _PICTURES
     ]
     return [
         f"{where}: {line}"

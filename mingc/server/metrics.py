@@ -82,6 +82,8 @@ _ENGINE_COUNTERS = {
         "for another request.",
     ),
     "encoder_misses": ("encoder_cache_misses", "Images, videos and clips that were encoded."),
+    "drawn_pictures": ("pictures", "Pictures that were drawn."),
+    "image_steps": ("image_steps", "Steps of the sampler, each for all pictures of a batch."),
 }
 CLIENT_GONE = "499"  # no status was sent, because the client had left
 
@@ -124,7 +126,8 @@ class Metrics:
         )
         self._requests_waiting = self._gauge(
             "num_requests_waiting",
-            "Requests in the queue of an engine: thinker (whole chats; --max-queue) or talker (next speech segment).",
+            "Requests in the queue of an engine: thinker (whole chats; --max-queue), talker (next speech segment) or "
+            "image (pictures).",
             "engine",
         )
         self._kv_cache_usage = self._gauge(
@@ -140,8 +143,8 @@ class Metrics:
         self._memory = self._gauge(
             "memory_bytes",
             "Memory allocated at start, by device and owner: weights of each stage, kv_pages, talker_slots; on the "
-            "host the limits of encoder_cache and voice_cache. CPU weights are mapped files. CUDA graphs and contexts "
-            "are not counted.",
+            "host the limits of encoder_cache and voice_cache; image_workspace, which a batch of pictures may take. "
+            "CPU weights are mapped files. CUDA graphs and contexts are not counted.",
             "owner",
             "device",
         )
@@ -155,6 +158,7 @@ class Metrics:
         )
         self._engine_counters = {name: self._counter(*words) for name, words in _ENGINE_COUNTERS.items()}
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
+        self._drawing = self._gauge("pictures_drawing", "Pictures of the batch that is being drawn.")
         self._cached_pages = self._gauge(
             "prefix_cache_pages",
             "KV pages that prompts may reuse: pages of running requests, and free pages whose content is kept.",
@@ -259,7 +263,7 @@ class Metrics:
             "How much of each limit is in use: requests, connections, body_bytes, answer_bytes (kept speech, with what "
             "is expected), log_bytes (lines that stderr has not taken); chats, chat_queue, kv_pages, preprocessing "
             "(requests, of which as many as the limit have a thread and a decoder process), encoder_cache_bytes, "
-            "voice_cache_bytes, unread_speech_bytes, speech_streams, speech_slots.",
+            "voice_cache_bytes, unread_speech_bytes (with pictures), speech_streams, speech_slots, image_queue.",
             "limit",
         )
         self._limit_max = self._gauge("limit_max", "The limits of `mingc_limit_used`.", "limit")
@@ -343,6 +347,7 @@ class Metrics:
             if increase > 0:  # an unknown load is all zeros
                 counter.inc(increase)
                 self._counted[name] += increase
+        self._drawing.set(load.drawing_pictures)
         self._cached_pages.set(load.cached_pages)
         self._encoder_cache_bytes.set(load.encoder_cache_bytes)
         for state, count in load.listeners.items():

@@ -1,4 +1,4 @@
-"""Fixtures: the tiny checkpoint, and config and float32 module of the stage `STAGE` of a test module."""
+"""Fixtures: the tiny checkpoint with image generation; config and float32 module of the stage `STAGE` of a module."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mingc.export.weights.loading import float32_module
 
 
 @pytest.fixture(scope="session")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(Path(__file__).parents[1] / "data" / "tiny-ming")
+def checkpoint(image_checkpoint: Path) -> Checkpoint:
+    return open_checkpoint(image_checkpoint)
 
 
 @pytest.fixture(scope="module")

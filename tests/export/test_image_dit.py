@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, open_checkpoint, open_configs
+from mingc.export.checkpoint import Checkpoint, open_configs
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.compile.backend import Backend
 from mingc.export.layers.image_transformer import ImageTransformer
@@ -33,11 +33,6 @@ SINGLE, LOOP = 5e-6, 1e-5  # tests/data/imagegen/README.md §6
 DIT, LOOPS = (load_file(IMAGE_DATA / f"imagegen_{name}.safetensors") for name in ("dit", "loop"))
 CAPTIONS = load_file(IMAGE_DATA / "imagegen_condition.safetensors")
 DOCUMENT: dict[str, Any] = json.loads((IMAGE_DATA / "imagegen.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="session")
-def checkpoint(image_checkpoint: Path) -> Checkpoint:
-    return open_checkpoint(image_checkpoint)
 
 
 @pytest.fixture(scope="module")

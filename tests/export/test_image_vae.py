@@ -17,7 +17,7 @@ from stage_checks import assert_close, check_sources, graph_of
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, open_checkpoint, open_configs
+from mingc.export.checkpoint import Checkpoint, open_configs
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.compile.backend import Backend
 from mingc.export.layers.image_vae import ImageVae, ImageVaeConfig
@@ -27,11 +27,6 @@ from mingc.export.stages.image_vae import STAGE
 RELEASED = Path(__file__).parents[2] / "benchmarks" / "released-images"
 GOLDEN = load_file(IMAGE_DATA / "imagegen_vae.safetensors")
 LIMIT = 5e-6  # tests/data/imagegen/README.md §6
-
-
-@pytest.fixture(scope="session")
-def checkpoint(image_checkpoint: Path) -> Checkpoint:
-    return open_checkpoint(image_checkpoint)
 
 
 def cells(pixels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_checkpoint import IMAGE_DATA
 from parameter_table import ParameterRow, read_rows, tiny_parameters
 
 from mingc.artifacts.codec import encode
@@ -51,7 +52,8 @@ def test_there_is_a_row_for_every_parameter_and_no_other() -> None:
 def config_value(source: str) -> Any:
     """The value of the tiny checkpoint's file that a source such as `config.json: llm_config.vocab_size` names."""
     file, _, key = source.partition(": ")
-    document = json.loads((TINY / file).read_text(encoding="utf-8"))
+    root = TINY if (TINY / file).exists() else IMAGE_DATA / "tiny-ming"
+    document = json.loads((root / file).read_text(encoding="utf-8"))
     if file == "tokenizer.json":
         (token,) = (token["id"] for token in document["added_tokens"] if token["content"] == key)
         return token
@@ -68,6 +70,8 @@ def test_a_value_taken_from_a_config_is_the_config_s(row: ParameterRow) -> None:
 def test_a_value_derived_from_a_config_follows_its_rule() -> None:
     positions = config_value("config.json: vision_config.num_position_embeddings")
     decoder = config_value("config.json: llm_config")
+    added = json.loads((IMAGE_DATA / "imagegen.json").read_text(encoding="utf-8"))["byt5_tokenizer"]["added"]
+    golden = sorted(added, key=added.get)
     assert {
         label(row): row.tiny for row in ROWS if "`" in row.source and not CONFIG_KEY.fullmatch(row.source)
     } == {
@@ -75,6 +79,12 @@ def test_a_value_derived_from_a_config_follows_its_rule() -> None:
         "audio_encoder.max_frames": 2
         * config_value("config.json: audio_config.whisper_encoder_config.n_ctx"),
         "thinker.stop_token_ids": [decoder["eos_token_id"], decoder["pad_token_id"]],
+        "image_condition.num_queries": [
+            scale**2 for scale in config_value("mlp/config.json: img_gen_scales")
+        ],
+        "glyph.added_tokens": [*golden],  # by their ids
+        "image_dit.patch_size": config_value("transformer/config.json: all_patch_size")[0],
+        "image_dit.feed_forward_size": config_value("transformer/config.json: dim") * 8 // 3,
     }
 
 

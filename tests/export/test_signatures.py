@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from image_checkpoint import lay_image_checkpoint
 
 from mingc.artifacts.parameters import BUILT_IN
 from mingc.artifacts.signature_problems import signature_problems
@@ -18,7 +20,6 @@ from mingc.export.checkpoint import open_checkpoint
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages import find
 
-TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 CPU = StageOptions()
 CUDA = StageOptions(dtype=torch.bfloat16, device="cuda", static_buckets=True, batch_sizes=(1, 4, 32))
 SHORT = StageOptions(max_model_len=256, prefill_chunk_size=64)
@@ -28,14 +29,15 @@ SHORT = StageOptions(max_model_len=256, prefill_chunk_size=64)
 def exported(
     options: StageOptions, world_size: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, GraphSpec]]]:
-    checkpoint = open_checkpoint(TINY)
     parameters, graphs = {}, {}
-    for name in BUILT_IN:
-        stage = find(name)
-        config = stage.config(checkpoint)
-        shard = Shard(rank=0, world_size=world_size if stage.is_sharded else 1)
-        parameters[name] = stage.parameters(config, options)
-        graphs[name] = {each.spec.name: each.spec for each in stage.graphs(config, shard, options)}
+    with TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(lay_image_checkpoint(Path(folder) / "tiny"))
+        for name in BUILT_IN:
+            stage = find(name)
+            config = stage.config(checkpoint)
+            shard = Shard(rank=0, world_size=world_size if stage.is_sharded else 1)
+            parameters[name] = stage.parameters(config, options)
+            graphs[name] = {each.spec.name: each.spec for each in stage.graphs(config, shard, options)}
     return parameters, graphs
 
 
@@ -54,6 +56,10 @@ WRONG = {
     "thinker": ("vocab_size", "hidden_size", "num_layers", "page_size"),
     "talker": ("hidden_size", "num_layers", "slot_tokens"),
     "cfm": ("num_steps", "latents_per_patch", "history_latents", "latent_dim", "speaker_dim"),
+    "image_condition": ("width",),
+    "glyph": ("max_length", "width"),
+    "image_dit": ("latent_channels", "patch_size", "caption_width", "hidden_size"),
+    "image_vae": ("latent_channels",),
     "audio_vae": (*("hop_samples", "frames_per_latent", "latent_dim", "samples_per_latent", "tail_samples"),),
 }
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import mingc
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import open_checkpoint
+from mingc.export.checkpoint import Checkpoint
 from mingc.export.plan import plan_export
 from mingc.export.process_pool import worker_pool
 from mingc.export.recipe import ExportRecipe
@@ -82,13 +82,17 @@ FLOAT32 = {
     "talker": r"stack\.inv_freq",
     "vision_encoder": r"position_table|inverse_frequency",
     "audio_encoder": r"positions",
+    "image_condition": r"connector\.inv_freq",
+    "image_dit": r"angles_\d",
 }
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_a_bfloat16_export_keeps_some_weights_in_float32(name: str, tmp_path: Path) -> None:
+def test_a_bfloat16_export_keeps_some_weights_in_float32(
+    name: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     """Inverse Fourier transforms, rotary frequencies, position tables, biases of the router, the solver's grid."""
-    stage, checkpoint = discover()[name], open_checkpoint(_TINY)
+    stage = discover()[name]
     path = tmp_path / "weights"
     size = write_weights(checkpoint, stage, stage.config(checkpoint), Shard(), torch.bfloat16, path)
     tensors = load_file(path)

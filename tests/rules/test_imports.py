@@ -256,6 +256,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.engines",
     ),
+    "mingc.runtime.images": (
+        "mingc.artifacts",
+        "mingc.dtypes",
+        "mingc.errors",
+        "mingc.prompts",
+        "mingc.runtime",
+        "mingc.runtime.engines",
+    ),
     "mingc.runtime.service": (
         "mingc.artifacts",
         "mingc.dtypes",
@@ -269,6 +277,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
         "mingc.runtime.grammar",
+        "mingc.runtime.images",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",
         "mingc.runtime.thinker.ranks",

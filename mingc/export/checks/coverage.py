@@ -43,13 +43,14 @@ def check_coverage(checkpoint: Checkpoint, configs: Mapping[str, Any], known: It
         ignored.extend((stage.name, prefix, why) for prefix, why in stage.ignored(checkpoint))
     counts: dict[tuple[str, str, str], int] = {}
     for part_name, names in used.items():
-        part = checkpoint.parts.get(part_name)
-        for name in part.tensors if part is not None else ():
+        found = checkpoint.parts.get(part_name)
+        tensors = found.tensors if found is not None else {}
+        for name in tensors:
             if name in names:
                 continue
             rule = next((each for each in ignored if name.startswith(each[1])), None)
             if rule is None:
-                problems.append(f"unknown: {part_name}: {name} {list(part.tensors[name].shape)}")
+                problems.append(f"unknown: {part_name}: {name} {list(tensors[name].shape)}")
             else:
                 counts[rule] = counts.get(rule, 0) + 1
     notes.extend(

@@ -285,6 +285,6 @@ def _angles(length: int, size: int, theta: float) -> Callable[[], Tensor]:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs of neighbours of x (B, T, H, d) in float32; cos, sin (T, d/2)."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)

@@ -66,7 +66,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.group_norm(x).flatten(2).transpose(1, 2).unsqueeze(1)  # (B, 1, H W, C)
         context = F.scaled_dot_product_attention(self.to_q(rows), self.to_k(rows), self.to_v(rows))
-        return x + self.to_out[0](context).squeeze(1).transpose(1, 2).reshape(x.shape)
+        total: Tensor = x + self.to_out[0](context).squeeze(1).transpose(1, 2).reshape(x.shape)
+        return total
 
 
 class MidBlock(nn.Module):

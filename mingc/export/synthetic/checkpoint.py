@@ -98,8 +98,6 @@ def open_synthetic(configs: Path, device: str = "cpu", *, seed: int = 0) -> Chec
             part.root,
             part.config,
             tensors[name],
-            part.config_name,
-            part.weights_name,
             device=device,
             seed=seed,
         )

@@ -27,8 +27,8 @@ BUILT_IN = {
     "tiny": _CHECKOUT / "tests" / "data" / "tiny-ming",
 }
 _SHARD_BYTES = 4 << 30
-_FLOAT32 = ("talker", "vae")  # parts that the release stores in float32
-_WEIGHTS = (".safetensors", ".index.json")
+_FLOAT32 = ("talker", "vae", "byt5")  # parts that the release stores in float32
+_WEIGHTS = (".safetensors", ".index.json", ".pt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +158,8 @@ def _set_layers(file: Path, layers: int) -> None:
 
 def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> list[int]:
     """Write the shards of one part, and an index when there are several. Returns the bytes of each shard."""
+    if part.layout.pickles:
+        return [_write_pickle(part, file, dtype, log) for file in part.layout.pickles]
     shards: list[list[str]] = [[]]
     filled = 0
     for name, entry in part.tensors.items():
@@ -170,17 +172,34 @@ def _write_part(part: Part, dtype: torch.dtype, log: Callable[[str], None]) -> l
     total, sizes, index = len(shards), [], {}
     is_single = total == 1 and part.name != "main"
     for number, names in enumerate(shards, 1):
-        stem = part.weights_name
+        stem = part.layout.weights
         file = f"{stem}.safetensors" if is_single else f"{stem}-{number:05}-of-{total:05}.safetensors"
         log(f"{part.name}: {file}")
         sizes.append(_write_shard(part, names, dtype, part.root / file))
         index.update(dict.fromkeys(names, file))
     if not is_single:
         document = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
-        (part.root / f"{part.weights_name}.safetensors.index.json").write_text(
+        (part.root / f"{part.layout.weights}.safetensors.index.json").write_text(
             json.dumps(document, indent=1) + "\n"
         )
     return sizes
+
+
+def _write_pickle(part: Part, file: str, dtype: torch.dtype, log: Callable[[str], None]) -> int:
+    """Write a flat dict of the tensors whose names begin with the stem of `file`."""
+    path = part.root / file
+    start = f"{path.stem}."
+    log(f"{part.name}: {file}")
+    path.parent.mkdir(exist_ok=True)
+    torch.save(
+        {
+            name.removeprefix(start): part.read(name).to(dtype)
+            for name in part.tensors
+            if name.startswith(start)
+        },
+        path,
+    )
+    return path.stat().st_size
 
 
 def _write_shard(part: Part, names: Sequence[str], dtype: torch.dtype, path: Path) -> int:
