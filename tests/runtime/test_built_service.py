@@ -651,7 +651,7 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "width": Change(6, REFUSED),
     },
     "glyph": {
-        "max_length": Change(20, ("picture",)),
+        "max_length": Change(20, REFUSED),
         "width": Change(6, REFUSED),
         "added_tokens": Change(["<color-1>"], ("picture",)),
     },
