@@ -18,6 +18,7 @@ import torch
 from fake_omni import chat, speech_request
 from held_resources import service_resources, wait_until_free
 from image_checkpoint import IMAGE_DATA
+from live_memory import LiveMemory
 from mingc_command import mingc
 from PIL import Image
 from preprocess_data import png
@@ -29,6 +30,7 @@ from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.worker import Batch, Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import (
     Done,
@@ -344,3 +346,26 @@ def test_draw_writes_the_picture_of_the_service(image_artifact: Path, tmp_path: 
     with Image.open(file) as picture:
         assert picture.format == "PNG"
         assert np.abs(np.asarray(picture).astype(int) - LOOPS["e2e_t2i.image"]).max() <= 1
+
+
+@pytest.mark.parametrize(("size", "num_pictures"), [((512, 512), 1), ((512, 512), 3), ((256, 1024), 2)])
+def test_a_batch_takes_no_more_memory_than_is_planned(
+    size: tuple[int, int], num_pictures: int, worker: ImageWorker
+) -> None:
+    """And the plan is no more than a few times of what it takes."""
+    engines = worker.engines
+    memory = ImageMemory(
+        sampler=engines.parameters, vae=engines.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+    )
+    drawing = replace(drawing_of("g2_square"), size=size)
+    prepared = worker.prepare(drawing)
+    batch = worker.begin(prepared, range(num_pictures))
+    with LiveMemory() as step:
+        worker.step(batch)
+    with LiveMemory() as decode:
+        worker.decode(batch, 0)
+    planned = memory.step_bytes(
+        size, num_pictures, num_caption=prepared.captions.shape[1], num_samples=2, num_frames=1
+    )
+    assert step.peak <= planned <= 2 * step.peak
+    assert decode.peak <= memory.decode_bytes(size) <= 5 * decode.peak
