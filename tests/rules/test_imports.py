@@ -360,6 +360,7 @@ ALLOWED["conformance"] = (
     *ALLOWED["mingc.verify"],
     "mingc.console",
     "mingc.console.signals",
+    "mingc.runtime.images",
     "mingc.runtime.thinker.ranks",
     "mingc.verify",
 )
