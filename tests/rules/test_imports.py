@@ -361,7 +361,6 @@ ALLOWED["conformance"] = (
     *ALLOWED["mingc.verify"],
     "mingc.console",
     "mingc.console.signals",
-    "mingc.runtime.images",
     "mingc.runtime.thinker.ranks",
     "mingc.verify",
 )
