@@ -37,3 +37,8 @@ def load_pickled(file: Path) -> dict[str, Tensor]:
     if odd:
         raise CheckpointError(f"{odd[0]!r} is not a tensor in a flat dict", where=str(file), fix=_FIX)
     return {f"{file.stem}.{name}": value for name, value in found.items()}
+
+
+def save_pickled(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a flat dict of tensors as the release has it."""
+    torch.save(tensors, file)

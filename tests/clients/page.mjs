@@ -104,6 +104,42 @@ async function chats(width, colorScheme) {
     await close();
 }
 
+/** A chat that answers with a picture, by a stand-in for a model that draws; then it is sent back. */
+async function drawings() {
+    const { tab, messages, close } = await open(1280, "light");
+    await tab.route(/\/health/, async (route) => {
+        const response = await route.fetch();
+        const json = await response.json();
+        await route.fulfill({ response, json: { ...json, output_modalities: [...json.output_modalities, "image"] } });
+    });
+    const url = `data:image/png;base64,${given.image}`;
+    const deltas = [{ role: "assistant", content: null }, { content: [{ type: "image_url", image_url: { url } }] }, {}];
+    const chunks = deltas.map((delta, i) => ({ choices: [{ index: 0, delta, finish_reason: i === 2 ? "stop" : null }] }));
+    const body = [...chunks.map((each) => JSON.stringify(each)), "[DONE]"].map((each) => `data: ${each}\n\n`).join("");
+    await tab.route(/chat\/completions/, (route) => route.fulfill({ contentType: "text/event-stream", body }));
+    await tab.evaluate("panel.open = true");
+    assert.equal(await tab.getByLabel("Draw the answers").isDisabled(), true);
+    await tab.fill("#key", `${given.key} `);
+    await tab.locator("#key").blur(); // reads the server again
+    await tab.getByLabel("Draw the answers").check();
+    for (const [text, roles] of [["A cat", ["user"]], ["In blue", ["user", "assistant", "user"]]]) {
+        await tab.fill("#text", text);
+        const sent = tab.waitForRequest(/chat\/completions/);
+        await tab.locator("#text").press("Enter");
+        const request = (await sent).postDataJSON();
+        assert.deepEqual([request.modalities, request.audio, request.tools], [["image"], undefined, undefined]);
+        assert.deepEqual(request.messages.map((each) => each.role), roles);
+        if (roles.length > 1) assert.deepEqual(request.messages[1].content, [{ type: "image_url", image_url: { url } }]);
+        const shown = answers(tab).last().getByRole("img", { name: "Picture: drawn by the model" });
+        await shown.waitFor();
+        assert.equal(await shown.evaluate((each) => each.decode().then(() => each.naturalWidth)), 112);
+        await answers(tab).last().getByText(/picture \d+ ms/).waitFor();
+    }
+    await look(tab, "drawing");
+    assert.deepEqual(messages, []);
+    await close();
+}
+
 /** A server whose events a test chooses. */
 class StandIn {
     events = [];
@@ -303,6 +339,7 @@ async function talks(width, colorScheme) {
 try {
     await chats(1400, "light");
     await chats(400, "dark");
+    await drawings();
     await scripted(1400, "dark");
     await scripted(400, "light");
     await talks(1400, "light");

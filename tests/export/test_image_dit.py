@@ -151,7 +151,7 @@ def check_picture(vae: ImageVae, latents: Tensor, decoded: Tensor | None, image:
 def test_bfloat16_drifts_as_the_official_model_does(
     checkpoint: Checkpoint, config: ImageDitConfig, vae: ImageVae, tmp_path: Path
 ) -> None:
-    """README §6: latents 0.005 to 0.018 off, pixels 0.5 to 0.9 on average and 3 to 8 at most. CPUs round differently."""
+    """README §6: latents 0.005 to 0.018 off, pixels 0.5 to 0.9 on average and 3 to 8 at most."""
     write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "dit")
     write_weights(checkpoint, VAE, VAE.config(checkpoint), Shard(), torch.bfloat16, tmp_path / "vae")
     module = load_module(STAGE, config, Shard(), tmp_path / "dit")

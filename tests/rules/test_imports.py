@@ -326,6 +326,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime",
         "mingc.runtime.encoders",
         "mingc.runtime.engines",
+        "mingc.runtime.images",
         "mingc.runtime.service",
         "mingc.runtime.talker",
         "mingc.runtime.thinker",

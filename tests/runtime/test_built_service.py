@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import av
+import fake_images
 import fake_talker
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ from mingc.errors import CapacityError, ConfigError, MingcError
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.runtime import request as request_module
 from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import PhiloxNoise
@@ -60,6 +62,7 @@ from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     Done,
+    ImageRequest,
     SamplingParams,
     SpeechParams,
     SpeechRequest,
@@ -124,6 +127,7 @@ def stages() -> dict[str, LoadedStage]:
         "talker": fake_talker._talker_stage(),
         "cfm": fake_talker._cfm_stage(0.6, None),
         "audio_vae": fake_talker._vae_stage(),
+        **fake_images.image_stages(),
     }
 
 
@@ -134,6 +138,10 @@ POLICIES: Mapping[str, Any] = {
     "talker": "autoregressive",
     "cfm": "loop",
     "audio_vae": "stream",
+    "image_condition": "once",
+    "glyph": "once",
+    "image_dit": "loop",
+    "image_vae": "once",
 }
 EDGES = (
     Edge("vision_encoder", "thinker", "image"),
@@ -143,6 +151,11 @@ EDGES = (
     Edge("talker", "cfm", "condition"),
     Edge("cfm", "audio_vae", "latents"),
     Edge("audio_vae", CLIENT, "speech"),
+    Edge("thinker", "image_condition", "hidden"),
+    Edge("image_condition", "image_dit", "condition"),
+    Edge("glyph", "image_dit", "glyph"),
+    Edge("image_dit", "image_vae", "latents"),
+    Edge("image_vae", CLIENT, "picture"),
 )
 
 
@@ -185,6 +198,10 @@ def manifest() -> Manifest:
         "talker": talker,
         "cfm": replace(fake_talker.FLOW, temperature=0.5),
         "audio_vae": fake_talker.VAE,
+        "image_condition": fake_images.CONDITION,
+        "glyph": fake_images.GLYPH,
+        "image_dit": fake_images.DIT,
+        "image_vae": fake_images.VAE,
     }
     return Manifest(
         schema=SCHEMA,
@@ -236,7 +253,7 @@ def load_stage(artifact: Artifact, name: str, device: torch.device, **_: object)
     for key, graph in stages()[name].graphs.items():
         spec = artifact.manifest.stages[name].graphs[key].spec
         graphs[key] = Recorder(spec) if isinstance(graph, Recorder) else Graph(spec, graph.engines)
-    return LoadedStage(name, graphs)
+    return LoadedStage(name, graphs, stages()[name].weights)
 
 
 @dataclass
@@ -484,6 +501,23 @@ def describe_speech(service: OmniService) -> Iterator[tuple[str, object]]:
     yield "speech", outcome(say)
 
 
+def describe_pictures(service: OmniService) -> Iterator[tuple[str, object]]:
+    yield (
+        "image memory",
+        [use.num_bytes for use in service.load.memory if use.owner == "image_workspace"],
+    )
+
+    def draw(**fields: Any) -> object:
+        said = Message(role="user", parts=(TextPart(text='A sign "<color-0>!"'),))
+        request = ImageRequest(request_id="d", messages=(said,), resolution=512, seed=1, **fields)
+        recorder = request_module.Recorder()
+        events = asyncio.run(asyncio.wait_for(collect(service.draw(request, recorder=recorder)), 60))
+        return len(events), digest(*recorder.image_latents)
+
+    yield "picture", outcome(draw)
+    yield "picture of one step", outcome(lambda: draw(num_steps=1, guidance=1.0))
+
+
 def describe(
     changed: Manifest,
     options: EngineOptions,
@@ -491,6 +525,7 @@ def describe(
     *,
     with_media: bool = True,
     with_speech: bool = True,
+    with_pictures: bool = False,
 ) -> dict[str, object]:
     """What a client or an operator can see of the service, by name; `refused` alone when it does not start."""
     with build(changed, options, monkeypatch) as opened:
@@ -507,6 +542,8 @@ def describe(
             seen["info"] = built.service.info
             seen["preprocessing threads"] = built.service._pool._max_workers
             seen.update(describe_chat(built.service, with_media=with_media))
+            if with_pictures:
+                seen.update(describe_pictures(built.service))
             if with_speech:
                 seen.update(describe_speech(built.service))
         return seen
@@ -609,6 +646,35 @@ PARAMETERS: dict[str, dict[str, Change | str]] = {
         "lookahead_frames": "in the engine; what it adds to a patch is in tail_samples",
         "tail_samples": Change(2, REFUSED),
     },
+    "image_condition": {
+        "num_queries": Change([3], REFUSED),
+        "width": Change(6, REFUSED),
+    },
+    "glyph": {
+        "max_length": Change(20, REFUSED),
+        "width": Change(6, REFUSED),
+        "added_tokens": Change(["<color-1>"], ("picture",)),
+    },
+    "image_dit": {
+        "latent_channels": Change(3, REFUSED),
+        "patch_size": Change(1, REFUSED),
+        "token_multiple": Change(8, ("picture",)),
+        "caption_width": Change(6, REFUSED),
+        "hidden_size": Change(9000, ("image memory",)),
+        "feed_forward_size": Change(90000, ("image memory",)),
+        "max_positions": Change([64, 127, 128], REFUSED),
+        "num_train_steps": Change(7, ("picture",)),
+        "shift": Change(2.0, ("picture",)),
+        "is_shift_dynamic": Change(True, ("picture",)),
+        "dynamic_tokens": "of a dynamic shift alone; tests/unit/test_image_schedule.py",
+        "dynamic_shifts": "of a dynamic shift alone; tests/unit/test_image_schedule.py",
+        "num_steps": Change(5, ("picture",)),
+        "guidance": Change(3.0, ("picture",)),
+    },
+    "image_vae": {
+        "latent_channels": Change(3, REFUSED),
+        "block_channels": Change([3, 4, 5, 5, 5], ("picture", "picture of one step")),
+    },
 }
 OPTIONS: dict[str, Change] = {
     "tp": Change(2, REFUSED),
@@ -654,7 +720,7 @@ BUCKETS: dict[tuple[str, str, str], Change] = {
 @pytest.fixture(scope="module")
 def usual() -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patch:
-        return describe(manifest(), EngineOptions(), patch)
+        return describe(manifest(), EngineOptions(), patch, with_pictures=True)
 
 
 def with_parameter(stage: str, name: str, value: Any) -> Manifest:
@@ -677,7 +743,7 @@ def test_the_table_has_every_parameter_of_every_stage_and_every_option() -> None
 
 def test_a_service_built_twice_is_the_same(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "refused" not in usual
-    assert describe(manifest(), EngineOptions(), monkeypatch) == usual
+    assert describe(manifest(), EngineOptions(), monkeypatch, with_pictures=True) == usual
 
 
 def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,12 +755,16 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
         "talker": 11,
         "cfm": 13,
         "audio_vae": 17,
+        "image_condition": 4 * HIDDEN,
+        "glyph": 19,
+        "image_dit": 23,
+        "image_vae": 29,
     }
     load = load_stage
 
     def load_with_weights(artifact: Artifact, name: str, device: torch.device, **_: object) -> LoadedStage:
         stage = load(artifact, name, device)
-        return LoadedStage(name, stage.graphs, {"weight": torch.zeros(weights[name])})
+        return LoadedStage(name, stage.graphs, stage.weights or {"weight": torch.zeros(weights[name])})
 
     options = EngineOptions(
         max_total_tokens=400, max_speech_seqs=3, talker_devices=("cpu", "cpu"), encoder_cache=1000
@@ -712,6 +782,7 @@ def test_the_memory_of_a_service_is_known_by_owner(monkeypatch: pytest.MonkeyPat
         },
         ("cpu", "kv_pages"): 101 * PAGE * 2 * 4,
         ("cpu", "talker_slots"): 2 * 4 * slot * 4,
+        ("cpu", "image_workspace"): 3 * 4 * 16384**2,  # three matrices of scores of 1024 × 1024 pixels
         ("host", "encoder_cache"): 1000,
         ("host", "voice_cache"): 128 << 20,
     }
@@ -786,12 +857,14 @@ def test_another_number_in_the_manifest_gives_another_service(
     if name == "stop_token_ids":
         value = [first_token(usual)]
     is_speech = stage in ("talker", "cfm", "audio_vae")
+    is_picture = stage == "glyph" or stage.startswith("image_")
     seen = describe(
         with_parameter(stage, name, value),
         EngineOptions(),
         monkeypatch,
-        with_media=not is_speech,
+        with_media=not is_speech and not is_picture,
         with_speech=is_speech,
+        with_pictures=is_picture,
     )
     check_change(change, seen, usual)
 

@@ -19,7 +19,8 @@ ADDED = sorted(TOKENS["added"], key=TOKENS["added"].get)
     [
         *((each["prompt"], each["text"]) for each in GOLDEN["glyph_text"]),
         *((each["prompt"], each["glyph_text"]) for each in GOLDEN["condition"].values() if "prompt" in each),
-        # By hand, imagegen.md §2.1: U+4E00 and U+9FFF weigh as ideographs; the first word and quote mark decide.
+        # By hand: imagegen.md §2.1 weighs U+4E00 and U+9FFF as ideographs, and looks for the first word and the first
+        # quote mark.
         ("'一鿿一鿿一鿿一'", ""),
         ("'あいうえおかきくけこさしすせそたちつて'", 'Text "あいうえおかきくけこさしすせそたちつて". '),
         ("say “x”, do not delete", 'Text "x". '),

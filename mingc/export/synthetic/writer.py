@@ -16,6 +16,7 @@ from mingc.artifacts.artifact import folder_beside, write_failure
 from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.pickled_weights import save_pickled
 from mingc.export.stage import StageOptions
 from mingc.export.stages import discover
 from mingc.export.synthetic.checkpoint import open_synthetic
@@ -191,14 +192,8 @@ def _write_pickle(part: Part, file: str, dtype: torch.dtype, log: Callable[[str]
     start = f"{path.stem}."
     log(f"{part.name}: {file}")
     path.parent.mkdir(exist_ok=True)
-    torch.save(
-        {
-            name.removeprefix(start): part.read(name).to(dtype)
-            for name in part.tensors
-            if name.startswith(start)
-        },
-        path,
-    )
+    names = [name for name in part.tensors if name.startswith(start)]
+    save_pickled(path, {name.removeprefix(start): part.read(name).to(dtype) for name in names})
     return path.stat().st_size
 
 

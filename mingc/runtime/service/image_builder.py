@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from mingc.errors import ArtifactError
 from mingc.host.machine import free_memory_bytes
 from mingc.prompts.glyph import GlyphTokenizer
+from mingc.prompts.picture_sizes import RESOLUTIONS, sizes
 from mingc.runtime.images.engines import ImageEngines
 from mingc.runtime.images.loop import ImageLoop
 from mingc.runtime.images.memory import ImageMemory
@@ -20,10 +24,16 @@ _HOST_SHARE = 0.5  # of the free memory of a host
 
 
 def build_images(context: BuildContext, stages: ImageStages, device: torch.device) -> ImagePipeline:
-    """Load the stages on `device`, that of the thinker's first rank."""
+    """Load the stages on `device`, that of the thinker's first rank.
+
+    Raises: ArtifactError when they do not fit each other.
+    """
     condition, sampler, decoder = (
         context.load(name, device) for name in (stages.condition, stages.sampler, stages.decoder)
     )
+    problem = next(_mismatches(stages, len(condition.weights["queries"])), None)
+    if problem is not None:
+        raise ArtifactError(problem, where="manifest.json", fix="export again")
     engines = ImageEngines(
         condition,
         None if stages.glyph is None else context.load(stages.glyph, device),
@@ -33,11 +43,10 @@ def build_images(context: BuildContext, stages: ImageStages, device: torch.devic
         vae=stages.vae,
         device=device,
     )
-    rows = stages.queries.num_queries[-1] + (0 if stages.glyphs is None else stages.glyphs.max_length)
     memory = ImageMemory(
         sampler=stages.dit, vae=stages.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
     )
-    num_bytes = memory.most_bytes(_LARGEST_PICTURES, padded(rows, stages.dit.token_multiple))
+    num_bytes = memory.most_bytes(_LARGEST_PICTURES, _most_rows(stages))
     if device.type == "cpu":
         num_bytes = min(num_bytes, int(free_memory_bytes() * _HOST_SHARE))
     context.memory.add(device, "image_workspace", num_bytes)
@@ -51,3 +60,32 @@ def build_images(context: BuildContext, stages: ImageStages, device: torch.devic
         if stages.glyphs is None
         else GlyphTokenizer(stages.glyphs.added_tokens, stages.glyphs.max_length),
     )
+
+
+def _most_rows(stages: ImageStages) -> int:
+    """Rows of the longest caption, padding included."""
+    rows = stages.queries.num_queries[-1] + (0 if stages.glyphs is None else stages.glyphs.max_length)
+    return padded(rows, stages.dit.token_multiple)
+
+
+def _mismatches(stages: ImageStages, num_rows: int) -> Iterator[str]:
+    """What does not fit of the stages, of which the first has `num_rows` learned rows."""
+    dit, counts = stages.dit, stages.queries.num_queries
+    if sum(counts) != num_rows:
+        yield f"{stages.condition} has {num_rows} learned rows for {' + '.join(map(str, counts))} queries"
+    for name, width in (
+        (stages.condition, stages.queries.width),
+        (stages.glyph, dit.caption_width if stages.glyphs is None else stages.glyphs.width),
+    ):
+        if width != dit.caption_width:
+            yield f"{name} makes rows of width {width}; {stages.sampler} reads rows of width {dit.caption_width}"
+    if stages.vae.latent_channels != dit.latent_channels:
+        yield (
+            f"{stages.sampler} makes {dit.latent_channels} channels of latents; {stages.decoder} reads "
+            f"{stages.vae.latent_channels}"
+        )
+    side = stages.vae.scale * dit.patch_size
+    largest = [size for resolution in RESOLUTIONS for size in sizes(resolution)]
+    needed = (_most_rows(stages) + 3, *(max(each) // side for each in zip(*largest, strict=True)))
+    if any(count > most for count, most in zip(needed, dit.max_positions, strict=True)):
+        yield f"{stages.sampler} has positions for {dit.max_positions}, and pictures need {needed}"

@@ -30,7 +30,7 @@ class EngineOptions:
         least=0,
         most=10**6,
         group="Thinker",
-        help="Chats that may wait for the thinker before a 503.",
+        help="Chats that may wait for the thinker, and requests that may wait to be drawn, before a 503.",
     )
     max_total_tokens: int | None = option(
         None, "--max-total-tokens", least=1, most=_MOST_TOKENS, group="Thinker", shown_default="by free memory",

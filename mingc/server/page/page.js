@@ -8,6 +8,7 @@ const NAME = "mingc";
 const STAGES = {
     preprocessing: "Thread takes it", prepared: "Media decoded", encoded: "Media encoded", prefill: "Prefill begins",
     first_token: "First token", first_segment: "First segment", first_audio: "First sound",
+    condition: "Prompt of the picture read", first_step: "First step", first_image: "First picture",
 };
 const PHASES = {
     ready: "Ready", recording: "Recording", connecting: "Connecting", listening: "Listening", hearing: "You are speaking",
@@ -267,6 +268,8 @@ async function readServer() {
         ui.live.disabled = ui.record.disabled = !server.inputs.includes("audio") || !canChat();
         ui.voice.disabled = ui.speak.disabled = !server.hasSpeech;
         ui.speak.checked &&= server.hasSpeech;
+        ui.draw.disabled = !health.output_modalities.includes("image");
+        ui.draw.checked &&= !ui.draw.disabled;
         if (!canChat()) ui.text.placeholder = "Text to speak: this model does not chat";
         await readVoices();
         say("");
@@ -336,6 +339,15 @@ class Turn {
         this.setText(this.text + text);
     }
 
+    /** Shows a picture of the answer, a data URL, which later requests repeat. */
+    draw(url) {
+        const [, type, data] = /^data:(.*?);base64,(.*)$/.exec(url);
+        const part = { kind: "image", name: "drawn by the model", data, type, preview: url };
+        this.mark("picture");
+        this.parts.push(part);
+        this.show(part);
+    }
+
     mark(moment) {
         this.times[moment] ??= performance.now() - this.start;
         if (this === Turn.last) showTimes(this.times);
@@ -366,8 +378,8 @@ class Turn {
     end(stages) {
         this.isBusy = false;
         if (this === Turn.last) showTimes(this.times, stages);
-        const { firstText, firstAudio } = this.times;
-        const shown = [["first text", firstText], ["first sound", firstAudio]].filter(([, time]) => time !== undefined);
+        const { firstText, firstAudio, picture } = this.times;
+        const shown = [["first text", firstText], ["first sound", firstAudio], ["picture", picture]].filter(([, time]) => time !== undefined);
         if (shown.length) this.note(shown.map(([name, time]) => `${name} ${milliseconds(time)}`).join(" · "));
     }
 }
@@ -402,6 +414,7 @@ function contentOf(parts) {
 /** A part of a realtime item. */
 async function itemPart({ kind, text, name, data, type }, role) {
     if (kind === "text") return { type: role === "user" ? "input_text" : "output_text", text };
+    if (role !== "user") throw new Error("A live conversation takes no pictures of an answer.");
     if (kind === "video") throw new Error("A live conversation takes no videos. End it to send one.");
     if (kind === "audio") data = await pcmOf(data, name);
     if (data.length > MAX_PART) throw new Error(`${name} is too large for a live conversation.`);
@@ -477,11 +490,13 @@ async function chatRounds(reply, signal) {
     const said = conversation.filter((each) => each !== reply && each.parts.length);
     const messages = said.map(({ role, parts }) => ({ role, content: contentOf(parts) }));
     if (ui.instructions.value.trim()) messages.unshift({ role: "system", content: ui.instructions.value.trim() });
-    const isSpoken = ui.speak.checked;
+    const isDrawn = ui.draw.checked;
+    const isSpoken = ui.speak.checked && !isDrawn;
     for (let round = 0; round < MAX_ROUNDS; round++) {
         const body = { model: server.model, messages, stream: true, stream_options: { include_usage: true } };
         if (isSpoken) Object.assign(body, { modalities: ["text", "audio"], audio: { voice: ui.voice.value, format: "pcm16" } });
-        if (ui.tools.checked) body.tools = [{ type: "function", function: GET_TIME }];
+        if (isDrawn) body.modalities = ["image"];
+        else if (ui.tools.checked) body.tools = [{ type: "function", function: GET_TIME }];
         const response = await request("v1/chat/completions", body, signal);
         const { calls, text, stages } = await readAnswer(reply, response, isSpoken);
         if (!calls.length) return reply.end(stages);
@@ -503,8 +518,11 @@ async function readAnswer(reply, response, isSpoken) {
     try {
         for await (const chunk of events(response)) {
             for (const { delta, finish_reason } of chunk.choices) {
-                text += delta.content ?? "";
-                reply.add(delta.content);
+                if (Array.isArray(delta.content)) for (const { image_url } of delta.content) reply.draw(image_url.url);
+                else {
+                    text += delta.content ?? "";
+                    reply.add(delta.content);
+                }
                 if (sound && delta.audio?.data) sound.add(delta.audio.data);
                 for (const call of delta.tool_calls ?? []) {
                     calls[call.index] ??= { id: call.id, type: "function", function: { name: call.function.name, arguments: "" } };

@@ -22,8 +22,8 @@ FEATURE_TOLERANCE = 1e-5
 # In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
 # tokens and patches that must be found within the tolerance, before the first difference of a request.
 MIN_SHARE_LOW_PRECISION = 0.5
-# A picture follows its condition smoothly, whatever experts its tokens have.
-MAX_PICTURE_ERROR_LOW_PRECISION = 0.1
+# A picture follows its condition smoothly, whatever experts its tokens have: the tiny model had 0.08 on a CPU.
+MAX_PICTURE_ERROR_LOW_PRECISION = 0.15
 
 
 @dataclass(slots=True)
