@@ -132,9 +132,7 @@ class ChatProcessor:
         writer.close()
         return self._finish(writer)
 
-    def prepare_picture(
-        self, messages: Sequence[Message], *, num_queries: Sequence[int], video: VideoParams | None = None
-    ) -> PicturePrompt:
+    def prepare_picture(self, messages: Sequence[Message], *, num_queries: Sequence[int]) -> PicturePrompt:
         """Write the prompt of a picture: as of an answer, then a block of so many learned rows for each scale.
 
         The hidden rows of the last block are the answer (`ThinkerPrompt.queries`). `media_embeds` of the prompt end
@@ -143,7 +141,7 @@ class ChatProcessor:
         Raises: as `prepare`.
         """
         num_tokens = sum(count + 2 for count in num_queries)
-        writer = self._write_with_media(messages, (), video or VideoParams(), False, num_tokens)
+        writer = self._write_with_media(messages, (), VideoParams(), False, num_tokens)
         for count in num_queries:
             writer.query_block(count)
         said = (

@@ -137,6 +137,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.export.assets",
         "mingc.export.checkpoint",
+        "mingc.export.pickled_weights",
         "mingc.export.recipe",
         "mingc.export.stage",
         "mingc.export.stages",
