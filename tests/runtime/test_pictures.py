@@ -227,6 +227,7 @@ def test_edits_have_their_pictures_before_the_prompt(server: Server) -> None:
         ({"n": 1.5}, "n", "invalid_type", "integer"),
         ({"num_inference_steps": 0}, "num_inference_steps", "invalid_value", "between 1 and 200"),
         ({"guidance_scale": 101}, "guidance_scale", "invalid_value", "between 0 and 100"),
+        ({"negative_prompt": "x", "guidance_scale": 1}, "negative_prompt", "invalid_value", "above 1"),
         ({"seed": 1 << 53}, "seed", "invalid_value", "at most"),
         ({"partial_images": 4, "stream": True}, "partial_images", "invalid_value", "between 0 and 3"),
         ({"partial_images": 1}, "partial_images", "invalid_value", "'stream'"),
