@@ -17,7 +17,7 @@ import httpx
 import pytest
 from fake_service import INFO, FakeService, patch
 from openai_checks import image_data_url
-from realtime_client import RATE, Event, RealtimeClient, speech
+from realtime_client import RATE, Event, RealtimeClient, speech, telephony
 from server_thread import eventually, fake_server, metric, run_server
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -401,13 +401,19 @@ def test_silence_for_too_long_is_a_turn() -> None:
 # Interruption
 
 
-def test_speech_interrupts_an_answer() -> None:
+@pytest.mark.parametrize("subtype", ["PCM_16", "ULAW", "ALAW"])
+def test_speech_interrupts_an_answer(subtype: str) -> None:
     with fake_server() as (url, service), RealtimeClient(url) as client:
+        sound = SENTENCE
+        if subtype != "PCM_16":
+            sound = telephony(SENTENCE, subtype)
+            client.update(audio={"input": {"format": {"type": f"audio/pcm{subtype[0].lower()}"}}})
         client.say("endless")
         client.send("response.create")
         client.until("response.output_audio.delta")
-        client.append(SENTENCE)
-        client.until("input_audio_buffer.speech_started")
+        client.append(sound)
+        started = client.until("input_audio_buffer.speech_started")
+        assert abs(started["audio_start_ms"] - 244) <= 64  # of 24 kHz: 244
         cut = client.until("response.done")["response"]
         assert cut["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
         assert [item["status"] for item in cut["output"]] == ["incomplete"]
