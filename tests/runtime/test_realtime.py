@@ -35,6 +35,7 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.server.options import ServeOptions
+from mingc.server.realtime.items import Conversation
 
 SENTENCE = speech(0.0, 2.2, silence_s=0.8)
 NO_TURNS: Any = {"input": {"turn_detection": None}}
@@ -378,24 +379,38 @@ def test_a_turn_that_was_cleared_names_no_later_item() -> None:
 
 
 def test_silence_for_too_long_is_a_turn() -> None:
-    """It begins when the answer was played. A client that left is not asked, nor one that wants no turns any more."""
-    with fake_server() as (url, service), RealtimeClient(url) as quiet, RealtimeClient(url) as client:
+    """It begins when the answer was played. A client that left is not asked, nor one that wants no turns any more.
+
+    One that may have begun to speak is asked when it turns out that it has not.
+    """
+    with (
+        fake_server() as (url, service),
+        RealtimeClient(url) as quiet,
+        RealtimeClient(url) as doubtful,
+        RealtimeClient(url) as client,
+    ):
         with RealtimeClient(url) as gone:
-            for each in (gone, quiet, client):
+            for each in (gone, quiet, doubtful, client):
                 each.update(
                     audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}}
                 )
                 each.say("Are you there?")
                 answer(each)
         quiet.update(audio=NO_TURNS)
+        doubtful.append(speech(0.0, 0.576))  # one frame of speech at its end; two begin a turn
         client.append(bytes(2 * 2 * RATE))
         triggered = client.until("input_audio_buffer.timeout_triggered")
         assert 2 < triggered["audio_start_ms"] <= 960 and triggered["audio_end_ms"] == 2000
         assert client.until("input_audio_buffer.committed")["item_id"] == triggered["item_id"]
         client.until("response.done")
-        _sync(quiet)
+        for each in (quiet, doubtful):  # whose limits were over before
+            _sync(each)
+            assert not each.of("input_audio_buffer.committed", "input_audio_buffer.speech_started")
         assert metric(url, 'mingc_realtime_turns_total{end="idle_timeout"}') == 1
-        assert len(service.chats) == 4 and not quiet.of("input_audio_buffer.committed")
+        assert len(service.chats) == 5
+        doubtful.append(bytes(RATE))
+        doubtful.until("input_audio_buffer.timeout_triggered")
+        doubtful.until("response.done")
 
 
 # Interruption
@@ -613,6 +628,68 @@ def test_what_is_deleted_needs_no_memory() -> None:
         client.send("conversation.item.delete", item_id="long")
         client.until("conversation.item.deleted")
         eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+def test_media_that_are_being_read_need_memory() -> None:
+    """Also when their item is gone, and no longer than they are read."""
+
+    class Held(FakeService):
+        """Reads media when it is `allowed` to."""
+
+        allowed: threading.Event
+
+        async def decode_media(self, part: MediaPart) -> MediaPart:
+            await asyncio.to_thread(self.allowed.wait, 30)
+            return await super().decode_media(part)
+
+        def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+            found = super().transcribe(request)
+
+            async def late() -> AsyncGenerator[TranscriptEvent]:
+                await asyncio.to_thread(self.allowed.wait, 30)
+                async for event in found:
+                    yield event
+
+            return late()
+
+    Held.allowed = allowed = threading.Event()
+    with run_server(Held) as url, RealtimeClient(url) as client:
+        sound = speech(0.0, 6.0)
+        for transcription, num_copies in ((None, 1), ({"model": "any"}, 2)):
+            allowed.clear()
+            client.update(audio={"input": {"turn_detection": None, "transcription": transcription}})
+            client.append(sound)
+            client.send("input_audio_buffer.commit")
+            item_id = client.until("input_audio_buffer.committed")["item_id"]
+            client.send("conversation.item.delete", item_id=item_id)
+            client.until("conversation.item.deleted")
+            _sync(client)
+            held = metric(url, "mingc_body_bytes") + 65536  # which are free
+            assert held == pytest.approx(num_copies * len(sound), abs=1000)
+            allowed.set()
+            eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+def test_what_is_heard_is_bounded_by_the_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn, or a silence for too long, is told and left out; with room there is a turn again."""
+    monkeypatch.setitem(Conversation.__init__.__kwdefaults__, "max_items", 2)
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        detection = {"type": "server_vad", "idle_timeout_ms": 5000}
+        client.update(audio={"input": {"turn_detection": detection}})
+        client.say("hello", id="first")
+        answer(client)
+        triggered = client.until("input_audio_buffer.timeout_triggered", "error")
+        assert triggered["type"] == "input_audio_buffer.timeout_triggered"
+        assert client.until("error")["error"]["code"] == "too_many_items"
+        client.append(SENTENCE)
+        assert client.until("error")["error"]["code"] == "too_many_items"
+        assert client.of("input_audio_buffer.speech_stopped")
+        assert not client.of("input_audio_buffer.committed") and len(client.of("response.created")) == 1
+        assert metric(url, 'mingc_realtime_early_starts_total{result="dropped"}') == 1
+        eventually(lambda: not service.running)
+        client.send("conversation.item.delete", item_id="first")
+        client.append(SENTENCE)
+        assert client.until("response.done")["response"]["status"] == "completed"
 
 
 def test_a_picture_and_one_that_is_none() -> None:
