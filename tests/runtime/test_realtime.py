@@ -34,6 +34,7 @@ from mingc.runtime.request import (
     TranscriptionRequest,
     Usage,
 )
+from mingc.server.app import create_app
 from mingc.server.options import ServeOptions
 from mingc.server.realtime.items import Conversation
 
@@ -893,6 +894,54 @@ def test_a_client_that_reads_slowly_receives_all_unless_it_cancels(is_cancelled:
             assert status == "cancelled" and received_ms < made_ms
         else:
             assert (status, received_ms) == ("completed", made_ms)
+
+
+def test_an_answer_ends_when_the_last_of_it_is_written() -> None:
+    """The first event is written when all of the answer is generated; while another one is, there is time to end."""
+    script = [HI, *(sound(index, 2, is_end=True) for index in range(5)), done()]
+    written: list[Event] = []
+
+    async def run() -> None:
+        service, is_done = ScriptedService(script), asyncio.Event()
+        app = create_app(service, ServeOptions())
+        asked = [
+            {"type": "websocket.connect"},
+            {"type": "websocket.receive", "text": '{"type": "response.create"}'},
+        ]
+
+        async def receive() -> Any:
+            if not asked:
+                await is_done.wait()
+                return {"type": "websocket.disconnect", "code": 1000}
+            return asked.pop(0)
+
+        async def send(message: Any) -> None:
+            if "text" not in message:
+                return
+            written.append(json.loads(message["text"]))
+            if written[-1]["type"].endswith(".delta"):
+                while not service.chats or app.state.server.num_running:
+                    await asyncio.sleep(0)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            if written[-1]["type"] == "response.done":
+                is_done.set()
+
+        scope = {
+            "type": "websocket",
+            "path": "/v1/realtime",
+            "headers": [],
+            "query_string": b"",
+            "subprotocols": [],
+        }
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    asyncio.run(run())
+    assert (
+        sum(each["type"] == "response.output_audio.delta" for each in written) == 6
+    )  # what a resampler held back
+    assert written[-1]["response"]["status"] == "completed"
 
 
 def test_a_session_that_is_too_old() -> None:
