@@ -982,12 +982,19 @@ def test_the_item_of_a_turn_has_its_id_alone() -> None:
         assert client.until("response.done")["response"]["status"] == "completed"
 
 
-@pytest.mark.parametrize("limit", ["max_concurrent_requests", "key_max_requests"])
+@pytest.mark.parametrize(
+    "limit", [{"max_concurrent_requests": 1}, {"key_max_requests": 1}, {"key_max_tokens": 3000}]
+)
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_one_place_serves_a_response_and_a_transcript(limit: str, is_committed: bool, tmp_path: Any) -> None:
-    """The transcript waits for it; the response waits for the transcript of its own session alone."""
+def test_one_place_serves_a_response_and_a_transcript(
+    limit: dict[str, int], is_committed: bool, tmp_path: Any
+) -> None:
+    """The same for tokens, of which each may need 2,048.
+
+    The transcript waits for it; the response waits for the transcript of its own session alone.
+    """
     (tmp_path / "keys").write_text("good\n")
-    options: dict[str, Any] = {"api_key_file": tmp_path / "keys", limit: 1}
+    options: dict[str, Any] = {"api_key_file": tmp_path / "keys", **limit}
     headers = {"additional_headers": {"authorization": "Bearer good"}}
     with fake_server(**options) as (url, _), RealtimeClient(url, **headers) as client:
         client.update(audio={"input": {"transcription": {"model": "any"}}})
