@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -794,6 +796,36 @@ def test_the_oldest_turns_are_left_out(truncation: Any, instructions: str) -> No
             assert max(after_cuts) <= 7 + 0.8 * (300 - 7)  # a quarter of the context is for the answer
             assert all(messages[0].role == "user" for messages in turns)
             assert all(chat.messages[-1].text.startswith(f"{n}:") for n, chat in enumerate(service.chats))
+
+
+def test_turns_leave_their_items_alone() -> None:
+    """Without sound, once they are left out of prompts; of no other object there are more and more."""
+    info = replace(INFO, max_model_len=400)
+    with scripted(SPOKEN, info) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL], audio={"input": {"transcription": {"model": "any"}}})
+
+        def objects_after(num_turns: int) -> Counter[str]:
+            for _ in range(num_turns):
+                client.append(SENTENCE)
+                client.until("response.done")
+                while len(client.of("conversation.item.input_audio_transcription.completed")) < 1:
+                    client.next()
+                client.events.clear()
+                service.chats.clear()
+                service.transcriptions.clear()
+            _sync(client)
+            client.events.clear()
+            gc.collect()
+            kinds = (type(each) for each in gc.get_objects())
+            return Counter(
+                each.__qualname__
+                for each in kinds
+                if each.__module__.split(".")[0] in ("mingc", "asyncio", "_asyncio")
+            )
+
+        before, after = objects_after(12), objects_after(12)
+        items = {"UserMessage", "AudioContent", "AssistantMessage", "Answer", "_Segment", "FunctionCall"}
+        assert {name for name in after if after[name] > before[name] + 6} == items
 
 
 # Connection
