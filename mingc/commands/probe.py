@@ -17,7 +17,14 @@ from mingc.errors import ConfigError
 from mingc.probe.options import ProbeOptions
 
 _BASELINE = [option("--baseline", type=PATH, help="Report of --json to compare with.")]
-_REPORT = [option("--html", type=PATH, help="Also write the report as one HTML file with charts.")]
+_REPORT = [
+    option("--html", type=PATH, help="Also write the report as one HTML file with charts."),
+    option(
+        "--trace",
+        type=PATH,
+        help="Also write a Chrome trace (JSON) of one request, a spoken chat if ARTIFACT has one, at the end.",
+    ),
+]
 _SYNTHETIC = [
     option(
         "--synthetic",
@@ -51,6 +58,7 @@ def command(
     jobs: int | None,
     cache: Path | None,
     html: Path | None,
+    trace: Path | None,
     **_: Any,
 ) -> int:
     """Time engines and compare them with bounds of this machine.
@@ -64,12 +72,13 @@ def command(
 
     from mingc.console.report import show
     from mingc.probe.baseline import read_baseline
-    from mingc.probe.html_report import check_html_path, write_html
+    from mingc.probe.html_report import check_path, write_html
     from mingc.probe.prober import probe
 
     earlier = read_baseline(baseline) if baseline is not None else None
-    if html is not None:
-        check_html_path(html)
+    for path, name in ((html, "--html"), (trace, "--trace")):
+        if path is not None:
+            check_path(path, name)
     with ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.synthetic.probe import probe_folder, synthetic_recipe
@@ -94,6 +103,10 @@ def command(
         words = click.get_current_context().find_root().obj or []
         command = shlex.join(["mingc", *words])
         result = probe(artifact, asked, step_logger("probe"), baseline=earlier, command=command)
+        if trace is not None:
+            from mingc.probe.trace import write_trace
+
+            write_trace(artifact, trace, step_logger("probe"))
     show(result, as_json=as_json)
     if html is not None:
         write_html(result, html)

@@ -148,7 +148,7 @@ class ModelReplica(Replica):
         # fail before anything slow
         keys, traces = ApiKeys(options.http.api_key_file), Traces.from_environment()
         await Replica.__init__(self, options)
-        self._app = create_app(self.service, options.http, keys, traces)
+        self._app = create_app(self.service, options.http, keys, traces, is_behind_proxy=True)
         self._publish(self._app.state.server.metrics)
         if isinstance(self.service, RemoteSpeechService):
             self._tasks.append(asyncio.create_task(self._follow_speech(self.service)))

@@ -5,6 +5,7 @@ Pure logic in milliseconds: a frame has exactly 32.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from mingc.prompts.media_decoder import TurnRules
@@ -30,7 +31,7 @@ class TurnEnd:
         start_ms, end_ms: the turn, with the padding before its speech and the silence that ended it.
         speech_start_ms, speech_end_ms: from the first frame of speech to the end of the last one.
         probability: mean probability of speech between these.
-        is_cut: no silence ended it.
+        is_cut: no silence ended it. One that goes on at the longest length may yet be long enough.
     """
 
     start_ms: int
@@ -97,6 +98,14 @@ class TurnDetector:
         """End of the last frame of speech of the present turn."""
         return self._last * FRAME_MS
 
+    @property
+    def most_ms(self) -> int:
+        """Where the present turn ends at the latest: at its longest length, in whole frames."""
+        assert self._start_ms is not None
+        if self.rules.max_ms is None:
+            return sys.maxsize
+        return (self._start_ms + self.rules.max_ms) // FRAME_MS * FRAME_MS
+
     def reset(self, at_ms: int) -> None:
         """End the present turn without an event: the sound before `at_ms` was taken, or dropped; no turn has it."""
         self._end(at_ms)
@@ -117,34 +126,36 @@ class TurnDetector:
     def _continue(self, probability: float) -> list[TurnStart | TurnEnd]:
         assert self._start_ms is not None
         self._probabilities.append(probability)
+        last = self._last
         if probability >= max(self.rules.threshold - _HYSTERESIS, _MIN_THRESHOLD):
             self._last = self._num_frames
         if (self._num_frames - self._last) * FRAME_MS >= self.rules.silence_ms:
-            event = self._event(self.now_ms, self._last)
-            self._end(self.now_ms)
+            end_ms = min(self.now_ms, self.most_ms)
+            event = self._event(end_ms, self._last)
+            self._end(end_ms)
             return [event]
-        if self.rules.max_ms is not None and self.now_ms + FRAME_MS - self._start_ms > self.rules.max_ms:
-            return self._cut()
+        # in silence it is not known yet whether the turn has ended
+        if self.now_ms >= self.most_ms and self._last == self._num_frames:
+            return self._cut(last)
         return []
 
-    def _cut(self) -> list[TurnStart | TurnEnd]:
-        """Cut where speech is least probable in the second half of the turn; the latest such frame."""
-        assert self._start_ms is not None
-        half = len(self._probabilities) // 2
-        later = self._probabilities[half:]
-        place = half + max(range(len(later)), key=lambda index: (-later[index], index))
-        cut, last = self._first + place, self._last
-        if last <= cut:  # it ends in silence
-            event = self._event(self.now_ms, last)
-            self._end(self.now_ms)
-            return [event]
-        rest = self._probabilities[place:]
-        event = self._event(cut * FRAME_MS, cut, is_cut=True)
-        self._end(cut * FRAME_MS)
+    def _cut(self, last: int) -> list[TurnStart | TurnEnd]:
+        """Cut where speech is least probable in the second half of the turn; the latest such frame.
+
+        `last`: end of the speech before the present frame.
+        """
+        most = self.most_ms // FRAME_MS
+        size = max(_MIN_FRAMES, min(most, self._num_frames) - self._first)
+        place = max(range(size // 2, size), key=lambda index: (-self._probabilities[index], index))
+        cut = self._first + place
+        event = self._event(cut * FRAME_MS, min(cut, last), is_cut=True)
+        rest, start_ms = self._probabilities[place:], cut * FRAME_MS
+        if self._num_frames > most:  # speech after a silence
+            cut, rest = self._num_frames - 1, rest[-1:]
+            start_ms = cut * FRAME_MS - self.rules.prefix_padding_ms
+        self._end(event.end_ms)
         self._first, self._probabilities = cut, rest
-        start = self._begin(cut * FRAME_MS)
-        self._last = last
-        return [event, start]
+        return [event, self._begin(start_ms)]
 
     def _event(self, end_ms: int, last: int, *, is_cut: bool = False) -> TurnEnd:
         assert self._start_ms is not None

@@ -26,7 +26,7 @@ class Comparison:
 def read_baseline(path: Path) -> ProbeReport:
     """Read the report that `mingc probe --json` wrote to `path`.
 
-    Raises: ConfigError when the file is no such report, or has no engine with a valid median.
+    Raises: ConfigError when the file is no such report, or has no engine with valid times.
     """
     try:
         report = decode(ProbeReport, json.loads(path.read_text(encoding="utf-8")))
@@ -42,7 +42,7 @@ def read_baseline(path: Path) -> ProbeReport:
 
 
 def _check(engines: Sequence[EngineFigures]) -> None:
-    """Raises: ValueError without engines, with an engine twice, or with a median that is not positive."""
+    """Raises: ValueError without engines, with an engine twice, or with a time that is not positive."""
     if not engines:
         raise ValueError("it contains no engine")
     seen = set()
@@ -50,8 +50,9 @@ def _check(engines: Sequence[EngineFigures]) -> None:
         if each.title in seen:
             raise ValueError(f"it contains {each.title} twice")
         seen.add(each.title)
-        if not each.latency.median_ms > 0:
-            raise ValueError(f"{each.title} has a median of {each.latency.median_ms} ms")
+        for name in ("min_ms", "median_ms"):
+            if not (value := getattr(each.latency, name)) > 0:
+                raise ValueError(f"{each.title} has a {name.removesuffix('_ms')} of {value} ms")
 
 
 def check_common(baseline: Sequence[EngineFigures], titles: Sequence[str]) -> None:
@@ -93,19 +94,20 @@ def differences(baseline: ProbeReport, here: ProbeReport) -> tuple[str, ...]:
 def compare(
     baseline: Sequence[EngineFigures], rows: Sequence[EngineFigures], *, tolerance: float
 ) -> Comparison:
-    """Find every engine of `rows` whose median exceeds the baseline's by more than the fraction `tolerance`."""
-    before = {each.title: each.latency.median_ms for each in baseline}
-    here = {each.title: each.latency.median_ms for each in rows}
+    """Find every engine of `rows` whose fastest call exceeds the baseline's by more than the fraction `tolerance`."""
+    before = {each.title: each.latency for each in baseline}
+    here = {each.title: each.latency for each in rows}
     return Comparison(
         regressions=tuple(
             Regression(
                 engine=name,
-                baseline_ms=before[name],
-                median_ms=median,
-                slower_by=median / before[name] - 1,
+                baseline_ms=before[name].min_ms,
+                min_ms=now.min_ms,
+                slower_by=now.min_ms / before[name].min_ms - 1,
+                median_slower_by=now.median_ms / before[name].median_ms - 1,
             )
-            for name, median in here.items()
-            if name in before and median > before[name] * (1 + tolerance)
+            for name, now in here.items()
+            if name in before and now.min_ms > before[name].min_ms * (1 + tolerance)
         ),
         only_here=tuple(name for name in here if name not in before),
         only_in_baseline=tuple(name for name in before if name not in here),

@@ -18,7 +18,7 @@ from mingc.probe.report import ProbeReport
 _MARK = "{REPORT}"
 
 
-def check_html_path(path: Path) -> None:
+def check_path(path: Path, option: str) -> None:
     """Raises: ConfigError when no file can be written at `path`; called before anything is measured."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -28,7 +28,7 @@ def check_html_path(path: Path) -> None:
             else f"cannot be written: {folder} is no folder that this user may write"
         )
         raise ConfigError(
-            f"{path} {why}", where="--html", fix="pass the name of a file in a folder that exists"
+            f"{path} {why}", where=option, fix="pass the name of a file in a folder that exists"
         )
 
 

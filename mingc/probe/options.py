@@ -41,7 +41,7 @@ class ProbeOptions:
     )  # fmt: skip
     tolerance: float = option(
         0.1, "--tolerance", least=0, group=_COMPARISON,
-        help="Fraction by which a median may exceed the baseline's.",
+        help="Fraction by which the fastest call of an engine may be slower than the baseline's.",
     )  # fmt: skip
     compare: str | None = option(
         None, "--compare", choices=("patch-embed",), group=_COMPARISON,

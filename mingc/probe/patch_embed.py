@@ -6,7 +6,6 @@ which vendor convolutions compute far slower.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -68,7 +67,7 @@ def compare_patch_embed(
         def multiply(patches: Tensor = patches) -> Tensor:
             return F.linear(patches, weight, bias)
 
-        conv_ms, linear_ms = (_median_ms(stopwatch, run) for run in (convolve, multiply))
+        conv_ms, linear_ms = (_least_ms(stopwatch, run) for run in (convolve, multiply))
         convolved, multiplied = convolve().flatten(1).float(), multiply().float()
         rows.append(
             PatchEmbed(
@@ -82,8 +81,8 @@ def compare_patch_embed(
     return tuple(rows)
 
 
-def _median_ms(stopwatch: Stopwatch, run: Callable[[], Tensor]) -> float:
-    """Median milliseconds of `run` with a cold cache, over as many calls as fit into the budget."""
+def _least_ms(stopwatch: Stopwatch, run: Callable[[], Tensor]) -> float:
+    """Least milliseconds of `run` with a cold cache, over as many calls as fit into the budget."""
     (once_ms,) = stopwatch.samples_ms(run, 1, cold=True)
     count = max(1, min(_MAX_REPETITIONS, int(_BUDGET_MS / max(once_ms, 1e-6))))
-    return statistics.median(stopwatch.samples_ms(run, count, cold=True))
+    return min(stopwatch.samples_ms(run, count, cold=True))

@@ -38,6 +38,7 @@ from mingc.probe.report import (
     title,
 )
 from mingc.probe.stopwatch import Stopwatch, percentile
+from mingc.probe.summary import summarize
 from mingc.probe.transfers import measure_transfers
 from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.engines.cuda_graphs import GraphPool
@@ -154,6 +155,7 @@ def probe(
         dtype=fingerprint.dtype,
         torch=torch.__version__,
         peak_rates=peak_rates,
+        summary=summarize(figures, roofline_bounds, options.context),
         engines=tuple(figures),
         roofline_bounds=tuple(roofline_bounds),
         tolerance=options.tolerance if baseline is not None else None,
@@ -185,10 +187,12 @@ def pairs(here: Sequence[EngineFigures], there: Sequence[EngineFigures]) -> tupl
         EnginePair(
             engine=each.title,
             backend=each.backend,
+            min_ms=each.latency.min_ms,
             median_ms=each.latency.median_ms,
             other_backend=other.backend,
+            other_min_ms=other.latency.min_ms,
             other_median_ms=other.latency.median_ms,
-            ratio=other.latency.median_ms / each.latency.median_ms,
+            ratio=other.latency.min_ms / each.latency.min_ms,
         )
         for each in here
         if (other := others.get(each.title)) is not None
@@ -355,10 +359,10 @@ class _Run:
         enqueue = stopwatch.enqueue_ms(run, _ENQUEUED)
         replay, uncaptured, warm = None, None, None
         if pool is not None:
-            uncaptured = statistics.median(stopwatch.samples_ms(run, _ENQUEUED, cold=True))
+            uncaptured = min(stopwatch.samples_ms(run, _ENQUEUED, cold=True))
             replay = self._capture(run, name, pool)
         if replay is not None:
-            warm = statistics.median(stopwatch.samples_ms(replay, count))
+            warm = min(stopwatch.samples_ms(replay, count))
         samples = stopwatch.samples_ms(replay or run, count, cold=True)
         return Latency(
             median_ms=statistics.median(samples),

@@ -68,11 +68,12 @@ class Latency:
     """Latency of one engine in milliseconds.
 
     Attributes:
-        median_ms, p95_ms, p99_ms, min_ms: over `repetitions` CUDA graph replays (`is_captured`) with a cold cache; on
-            the CPU over back-to-back calls.
-        warm_ms: median of back-to-back replays.
-        uncaptured_ms: median device time of calls without a graph, with a cold cache.
-        enqueue_ms: median host time of such a call until it returns.
+        min_ms, median_ms, p95_ms, p99_ms: over `repetitions` CUDA graph replays (`is_captured`) with a cold cache; on
+            the CPU over back-to-back calls. What is compared is `min_ms`: other work on the machine slows down the
+            median.
+        warm_ms: the fastest of back-to-back replays.
+        uncaptured_ms: the least device time of calls without a graph, with a cold cache.
+        enqueue_ms: the least host time of such a call until it returns.
     """
 
     median_ms: float
@@ -112,10 +113,10 @@ class EngineFigures:
         return {
             "engine": self.title,
             "backend": self.backend,
+            "min_ms": latency.min_ms,
             "median_ms": latency.median_ms,
             "p95_ms": latency.p95_ms,
             "p99_ms": latency.p99_ms,
-            "min_ms": latency.min_ms,
             "no_graph_ms": latency.uncaptured_ms,
             "enqueue_ms": latency.enqueue_ms,
         }
@@ -130,9 +131,9 @@ class RooflineBound:
         weight_bytes: every weight once, plus second reads of weights that do not fit into the cache.
         io_bytes: inputs and outputs.
         memory_bound_ms, compute_bound_ms: time for all bytes at the memory rate, for all FLOPs at the matmul rate.
-        roofline: larger of the two bounds as a fraction of the measured median.
+        roofline: larger of the two bounds as a fraction of the fastest call.
         memory_roof_tb_s: the memory rate of the bound, see `PeakRates.rate_of`.
-        intensity: FLOPs per byte. achieved_tflop_s, achieved_tb_s: FLOPs and bytes by the measured median.
+        intensity: FLOPs per byte. achieved_tflop_s, achieved_tb_s: FLOPs and bytes by the fastest call.
         uncounted: kernels that the cost model does not count; if there are any, the bounds are too low.
     """
 
@@ -165,17 +166,21 @@ class RooflineBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regression:
-    """An engine slower than the baseline by more than the tolerance."""
+    """An engine whose fastest call is slower than that of the baseline by more than the tolerance.
+
+    `median_slower_by`: the same of the medians, which other work on the machine slows down as well.
+    """
 
     engine: str
     baseline_ms: float
-    median_ms: float
+    min_ms: float
     slower_by: float
+    median_slower_by: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchEmbed:
-    """Median times of two forms of the vision encoder's patch embedding, and their relative difference."""
+    """Least times of two forms of the vision encoder's patch embedding, and their relative difference."""
 
     patches: int
     conv3d_ms: float
@@ -225,14 +230,53 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnginePair:
-    """An engine of this artifact and its counterpart in another one, timed alternately; `ratio` is other / this."""
+    """An engine of this artifact and its counterpart in another one, timed alternately.
+
+    `ratio` is other / this, of the minima.
+    """
 
     engine: str
     backend: str
+    min_ms: float
     median_ms: float
     other_backend: str
+    other_min_ms: float
     other_median_ms: float
     ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one engine takes of a token, a patch or a first audio of one request.
+
+    Attributes:
+        calls: of the engine, one for each layer that shares it.
+        ms: of all calls, by the fastest one; `median_ms` by the median.
+        share: of the sum of all engines.
+        roof_ms, gap_ms: `ms` at the roofline bound, and how much more it is; None without a counted cost.
+    """
+
+    of: str
+    engine: str
+    backend: str
+    calls: int
+    ms: float
+    median_ms: float
+    share: float
+    roof_ms: float | None
+    gap_ms: float | None
+
+    def cells(self) -> dict[str, str | float | None]:
+        """Columns of the console table."""
+        return {
+            "engine": self.engine if self.calls == 1 else f"{self.calls} x {self.engine}",
+            "of": self.of,
+            "share_%": round(100 * self.share, 1),
+            "ms": self.ms,
+            "roof_ms": self.roof_ms,
+            "gap_ms": self.gap_ms,
+            "median_ms": self.median_ms,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,9 +323,10 @@ class ProbeReport:
     torch: str
     peak_rates: PeakRates
     tolerance: float | None
+    summary: tuple[Part, ...] = ()
+    regressions: tuple[Regression, ...]
     engines: tuple[EngineFigures, ...]
     roofline_bounds: tuple[RooflineBound, ...]
-    regressions: tuple[Regression, ...]
     only_here: tuple[str, ...]
     only_in_baseline: tuple[str, ...]
     patch_embed: tuple[PatchEmbed, ...] = ()
@@ -307,7 +352,7 @@ def title(engine: str, sizes: Mapping[str, int], context: int | None = None) -> 
 def roofline_bound(
     figures: EngineFigures, cost: EngineCost, io_bytes: int, peak_rates: PeakRates
 ) -> RooflineBound:
-    """Roofline bounds of `cost`, counted at export, at the context of `figures` and relative to their median."""
+    """Roofline bounds of `cost`, counted at export, at the context of `figures` and relative to their fastest call."""
     context = figures.context_tokens or 0
     flops = cost.flops + context * cost.context_flops
     state_bytes = cost.state_bytes + context * cost.context_bytes
@@ -318,7 +363,7 @@ def roofline_bound(
     memory_tb_s = peak_rates.rate_of(num_bytes)
     bytes_ms = num_bytes / memory_tb_s / 1e9
     flops_ms = flops / peak_rates.matmul_tflop_s / 1e9
-    median_ms = figures.latency.median_ms
+    min_ms = figures.latency.min_ms
     return RooflineBound(
         engine=figures.title,
         flops=flops,
@@ -327,12 +372,12 @@ def roofline_bound(
         io_bytes=io_bytes,
         memory_bound_ms=bytes_ms,
         compute_bound_ms=flops_ms,
-        roofline=max(bytes_ms, flops_ms) / median_ms,
+        roofline=max(bytes_ms, flops_ms) / min_ms,
         uncounted=cost.uncounted,
         memory_roof_tb_s=memory_tb_s,
         intensity=flops / num_bytes if num_bytes else 0.0,
-        achieved_tflop_s=flops / median_ms / 1e9,
-        achieved_tb_s=num_bytes / median_ms / 1e9,
+        achieved_tflop_s=flops / min_ms / 1e9,
+        achieved_tb_s=num_bytes / min_ms / 1e9,
     )
 
 

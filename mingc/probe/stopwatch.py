@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ class Stopwatch:
         return [float(start.elapsed_time(end)) for start, end in events]
 
     def enqueue_ms(self, run: Callable[[], object], count: int) -> float | None:
-        """Measure the median host milliseconds of a call on an idle CUDA device; None on the CPU."""
+        """Measure the least host milliseconds of a call on an idle CUDA device; None on the CPU."""
         if self._flush is None:
             return None
         samples = []
@@ -59,7 +58,7 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
             samples.append(_wall_ms(run))
         torch.cuda.synchronize(self._device)
-        return statistics.median(samples)
+        return min(samples)
 
     def peak_rates(self, dtype: torch.dtype) -> PeakRates:
         """Measure rates of copying, reading and matmul, the fastest of several calls; takes a fraction of a second.

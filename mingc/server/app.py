@@ -38,6 +38,7 @@ from mingc.server.http.routes import FORM_HANDLERS, HANDLERS, GenerationRoute, H
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
+from mingc.server.origins import RebindingCheck
 from mingc.server.page.files import PATHS, page_routes
 from mingc.server.realtime import response, route
 from mingc.server.realtime.events import error_event
@@ -52,9 +53,19 @@ _PROBE_PATHS = frozenset({"/health", "/ready"})
 
 
 def create_app(
-    service: Service, options: ServeOptions, keys: ApiKeys | None = None, traces: Traces | None = None
+    service: Service,
+    options: ServeOptions,
+    keys: ApiKeys | None = None,
+    traces: Traces | None = None,
+    *,
+    is_behind_proxy: bool = False,
 ) -> Starlette:
-    """Make the ASGI app over a running service; `serve` runs it. `keys`: None reads the keys that the options name."""
+    """Make the ASGI app over a running service; `serve` runs it.
+
+    Args:
+        keys: None reads the keys that the options name.
+        is_behind_proxy: the host of the options is not where clients connect.
+    """
     state = ServerState(service=service, options=options, traces=traces)
     export_logs(state.metrics)
     keys = keys or ApiKeys(options.api_key_file)
@@ -64,7 +75,8 @@ def create_app(
             where=", ".join(state.key_limits.limits),
             fix=f"pass --api-key-file or set {VARIABLE}",
         )
-    if not keys.is_required and not _is_loopback(options.host):
+    is_local = _is_loopback(options.host)
+    if not keys.is_required and not is_local:
         log.warning(
             "anyone who can reach %s can use this server: set %s or pass --api-key-file",
             options.host,
@@ -102,6 +114,9 @@ def create_app(
     http = HttpState.of(state)
     open_paths = _PROBE_PATHS | ({"/metrics"} if options.has_open_metrics else set())
     open_paths |= PATHS if options.has_ui else set()
+    rebinding = []
+    if is_local and not (keys.is_required or is_behind_proxy):
+        rebinding.append(Middleware(RebindingCheck, allowed=options.cors_origins, answer=answer_error))
     app = Starlette(
         routes=[
             *(
@@ -133,6 +148,7 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestContext, metrics=state.metrics, traces=traces),
+            *rebinding,
             *_cors(options),
             Middleware(ApiKeyCheck, keys=keys, open_paths=open_paths, answer=answer_error),
         ],

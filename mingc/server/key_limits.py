@@ -28,11 +28,18 @@ class KeyUse:
     own: Counter[str]
 
     def add_text(self, prompt: str | Sequence[int], max_tokens: int, *, is_spoken: bool = False) -> None:
-        """Count the text or tokens of a prompt, and `max_tokens` of all its answers. Raises: see `add`."""
+        """Count the text or tokens of a prompt, and `max_tokens` of all its answers; nothing if it raises.
+
+        Raises: see `add`.
+        """
         num_tokens = len(prompt.encode()) // _BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt)
-        self.add("--key-max-tokens", num_tokens + max_tokens)
+        amounts = {"--key-max-tokens": num_tokens + max_tokens}
         if is_spoken:
-            self.add("--key-max-audio-seconds", round(max_tokens * _BYTES_PER_TOKEN * SECONDS_PER_BYTE))
+            amounts["--key-max-audio-seconds"] = round(max_tokens * _BYTES_PER_TOKEN * SECONDS_PER_BYTE)
+        for name, amount in amounts.items():
+            self._check(name, amount)
+        for name, amount in amounts.items():
+            self.add(name, amount)
 
     def add_speech(self, text: str) -> None:
         """Count the speech of a text. Raises: see `add`."""
@@ -44,6 +51,11 @@ class KeyUse:
         Raises: CapacityError (429) when the other requests of the key leave too little, RequestError when the limit is
             lower than `amount`.
         """
+        self._check(name, amount)
+        self.used[name] += amount
+        self.own[name] += amount
+
+    def _check(self, name: str, amount: int) -> None:
         limit = self.limits.get(name, math.inf)
         what = name.removeprefix("--key-max-").replace("-", " ")
         if amount > limit:
@@ -59,8 +71,6 @@ class KeyUse:
                 status=429,
                 code="rate_limit_exceeded",
             )
-        self.used[name] += amount
-        self.own[name] += amount
 
 
 class KeyLimits:

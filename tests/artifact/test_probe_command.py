@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,17 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     assert done.code == 0, done.stderr
     report = done.document
     assert set(report) == {
-        *("artifact", "model", "dtype", "torch", "peak_rates", "tolerance", "engines", "roofline_bounds"),
+        *(
+            "summary",
+            "artifact",
+            "model",
+            "dtype",
+            "torch",
+            "peak_rates",
+            "tolerance",
+            "engines",
+            "roofline_bounds",
+        ),
         *(
             "regressions",
             "only_here",
@@ -58,7 +69,7 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     assert steps[1] == 8 * steps[0]
 
     for row in report["engines"]:
-        row["latency"]["median_ms"] = 1e-6 if row["engine"] == "cfm.sample" else 1e6
+        row["latency"]["min_ms"] = 1e-6 if row["engine"] == "cfm.sample" else 1e6
     gone = {**report["engines"][0], "engine": "talker.gone"}
     report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
     baseline = tmp_path / "baseline.json"
@@ -69,6 +80,28 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}
     assert all(name.startswith("talker.prefill") for name in compared["only_here"])
     assert [name.partition(" ")[0] for name in compared["only_in_baseline"]] == ["talker.gone"]
+
+
+def test_a_trace_has_the_engines_of_one_request(eager_artifact: Path, tmp_path: Path) -> None:
+    """As often as a token and a patch need each; the decode step has four layers of attention, three of experts."""
+    path = tmp_path / "trace.json"
+    words = ("--engine", "audio_vae.stream", "--batch", 1, "--repetitions", 1, *ALONE, "--trace", path)
+    done = mingc("probe", eager_artifact, *words)
+    assert done.code == 0, done.stderr
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    ranges = [each for each in events if each.get("cat") == "user_annotation" and each["ph"] == "X"]
+    assert all(each["dur"] > 0 for each in ranges)
+    calls = Counter(each["name"].partition(" ")[0] for each in ranges)
+    tokens = calls["thinker.head"]
+    assert 1 < tokens <= 16 and calls["thinker.embed"] == tokens
+    assert calls["thinker.prefill_attention"] == 4 and calls["thinker.decode_attention"] == 4 * (tokens - 1)
+    assert calls["thinker.decode_experts"] == 3 * (tokens - 1)
+    patches = calls["cfm.sample"]
+    assert calls["audio_vae.stream"] == patches > 1 and 0 < calls["talker.step"] <= patches
+    threads = {each["name"].partition(".")[0]: each["tid"] for each in ranges}
+    assert threads["thinker"] != threads["talker"]
+    wrong = mingc_here("probe", eager_artifact, "--trace", tmp_path)
+    assert wrong.code == 2 and "--trace" in wrong.stderr and "is a folder" in wrong.stderr
 
 
 def test_missing_engines_and_batch_sizes_are_refused(eager_artifact: Path) -> None:
@@ -197,12 +230,12 @@ def test_a_probe_of_everything_beside_another_artifact(
     for pair, here, there in zip(report["beside"], report["engines"], report["beside_engines"], strict=True):
         assert pair["engine"].startswith(here["engine"])
         assert (pair["backend"], pair["other_backend"]) == ("eager", "eager")
-        assert pair["median_ms"] == here["latency"]["median_ms"]
-        assert pair["other_median_ms"] == there["latency"]["median_ms"]
-        assert pair["ratio"] == pytest.approx(pair["other_median_ms"] / pair["median_ms"])
+        assert pair["min_ms"] == here["latency"]["min_ms"]
+        assert pair["other_min_ms"] == there["latency"]["min_ms"]
+        assert pair["ratio"] == pytest.approx(pair["other_min_ms"] / pair["min_ms"])
     for bound in report["roofline_bounds"]:
         assert 0 < bound["roofline"] <= 1, "no engine is above its roof"
     shown = html.read_text(encoding="utf-8")
     assert report["artifact_sha256"] in shown
-    medians = [row["latency"]["median_ms"] for row in (*report["engines"], *report["beside_engines"])]
-    assert all(repr(median) in shown for median in medians)
+    fastest = [row["latency"]["min_ms"] for row in (*report["engines"], *report["beside_engines"])]
+    assert all(repr(each) in shown for each in fastest)

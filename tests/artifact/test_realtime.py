@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -10,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from held_resources import wait_until_equal
+from mingc_command import serving
 from openai_checks import image_data_url
 from realtime_client import RATE, Event, OfficialClient, RealtimeClient, speech
-from server_thread import run_server
+from server_thread import eventually, run_server
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.request import AudioDelta, ChatRequest, Constraint, TextDelta
@@ -171,6 +175,29 @@ def test_a_conversation(served: Watched) -> None:
         ask(client)
     roles = [[each.role for each in served.chats[index][0].messages] for index in (before - 1, before)]
     assert roles[1] and roles[1].count("tool") == roles[0].count("tool") == 1
+
+
+def test_sigterm_within_a_spoken_answer(eager_artifact: Path) -> None:
+    """The answer goes on while the server drains, then the WebSocket is closed, and the process ends."""
+    with serving(eager_artifact, "--drain-seconds", 2) as server, RealtimeClient(server.url) as client:
+        client.update(max_output_tokens=600)
+        client.say("Tell me a long story.")
+        client.send("response.create")
+        client.until("response.output_audio.delta")
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: httpx.get(f"{server.url}/ready", trust_env=False).status_code == 503)
+        with pytest.raises(InvalidStatus) as refused, RealtimeClient(server.url):
+            pass
+        assert refused.value.response.status_code == 503
+        client.say("And another one.")
+        client.until("conversation.item.done", where=lambda event: event["item"]["role"] == "user")
+        client.until("response.output_audio.delta")
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                client.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
+        assert not client.of("response.done")
+        assert server.process.wait(30) == 0
 
 
 def test_a_text_session_with_a_picture(served: Watched) -> None:

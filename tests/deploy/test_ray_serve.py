@@ -32,6 +32,7 @@ from mixed_requests import MIXED
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from ray_cluster import deploy
+from realtime_client import Event, RealtimeClient, speech
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as websocket
@@ -49,6 +50,7 @@ _ENDLESS = {
     "temperature": 1.0,
     "ignore_eos": True,
 }
+_NO_PARAMETERS = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
 CHAT = "/v1/chat/completions"
 
 
@@ -245,6 +247,57 @@ def test_text_is_streamed_into_speech_by_one_replica(application: Application) -
             connection.recv(_WAIT_S)
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
     application.states(2)  # new ones
+
+
+@pytest.mark.exhaustive
+def test_a_realtime_session_stays_with_its_replica(
+    application: Application, eager_artifact: Path, tmp_path: Path
+) -> None:
+    """A turn by its silence, a call, and an update of the application, which ends the session when its time is over."""
+    copies: dict[str, Any] = {
+        "min_replicas": 2,
+        "max_replicas": 2,
+        "max_surge_percent": 100,
+        "graceful_shutdown_timeout_s": 30,
+    }
+    application.deploy(eager_artifact, **copies)
+    other = changed_artifact(eager_artifact, tmp_path / "artifact", model="other")
+    tool = {"type": "function", "name": "weather", "strict": True, "parameters": _NO_PARAMETERS}
+    with RealtimeClient(application.url) as client:
+        num_tokens = 0
+
+        def answer(**response: Any) -> Event:
+            """Ask in text. The replica has the prompt before this one; no other has it."""
+            nonlocal num_tokens
+            client.send("response.create", response={"output_modalities": ["text"], **response})
+            made: Event = client.until("response.done")["response"]
+            assert made["status"] != "failed", made["status_details"]
+            assert made["usage"]["input_token_details"]["cached_tokens"] > num_tokens - 32
+            num_tokens = made["usage"]["input_tokens"]
+            return made
+
+        client.update(tools=[tool], tool_choice="none", max_output_tokens=8, parallel_tool_calls=False)
+        client.append(speech(0.0, 2.2, silence_s=0.8))
+        num_tokens = client.until("response.done")["response"]["usage"]["input_tokens"]
+        assert client.of("input_audio_buffer.committed") and client.of("response.output_audio.delta")
+        (made,) = answer(tool_choice="required", max_output_tokens=200)["output"]
+        assert (made["type"], made["name"], made["arguments"]) == ("function_call", "weather", "{}")
+        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "sunny"}
+        client.send("conversation.item.create", item=result)
+        answer()
+        with ThreadPoolExecutor(1) as pool:
+            updating = pool.submit(application.deploy, other, **copies)
+            wait_for(lambda: _model_of_a_session(application.url) == "other", "sessions of new replicas")
+            answer()  # this one goes on, until the time of running requests is over
+            with pytest.raises(ConnectionClosed) as closed:
+                client.socket.recv(_WAIT_S)
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+            updating.result()
+
+
+def _model_of_a_session(url: str) -> Any:
+    with RealtimeClient(url) as client:
+        return client.next()["session"]["model"]
 
 
 def test_an_update_to_another_artifact_fails_no_request(

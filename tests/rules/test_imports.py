@@ -340,7 +340,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.errors",
         "mingc.host.machine",
         "mingc.options",
+        "mingc.prompts",
+        "mingc.runtime",
         "mingc.runtime.engines",
+        "mingc.runtime.service",
     ),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.artifacts.target", "mingc.errors"),
     "mingc.deploy": (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +19,7 @@ import httpx
 import pytest
 from fake_service import INFO, FakeService, patch
 from openai_checks import image_data_url
-from realtime_client import RATE, Event, RealtimeClient, speech
+from realtime_client import RATE, Event, RealtimeClient, speech, telephony
 from server_thread import eventually, fake_server, metric, run_server
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
@@ -34,7 +36,9 @@ from mingc.runtime.request import (
     TranscriptionRequest,
     Usage,
 )
+from mingc.server.app import create_app
 from mingc.server.options import ServeOptions
+from mingc.server.realtime.items import Conversation
 
 SENTENCE = speech(0.0, 2.2, silence_s=0.8)
 NO_TURNS: Any = {"input": {"turn_detection": None}}
@@ -378,36 +382,56 @@ def test_a_turn_that_was_cleared_names_no_later_item() -> None:
 
 
 def test_silence_for_too_long_is_a_turn() -> None:
-    """It begins when the answer was played. A client that left is not asked, nor one that wants no turns any more."""
-    with fake_server() as (url, service), RealtimeClient(url) as quiet, RealtimeClient(url) as client:
+    """It begins when the answer was played. A client that left is not asked, nor one that wants no turns any more.
+
+    One that may have begun to speak is asked when it turns out that it has not.
+    """
+    with (
+        fake_server() as (url, service),
+        RealtimeClient(url) as quiet,
+        RealtimeClient(url) as doubtful,
+        RealtimeClient(url) as client,
+    ):
         with RealtimeClient(url) as gone:
-            for each in (gone, quiet, client):
+            for each in (gone, quiet, doubtful, client):
                 each.update(
                     audio={"input": {"turn_detection": {"type": "server_vad", "idle_timeout_ms": 5000}}}
                 )
                 each.say("Are you there?")
                 answer(each)
         quiet.update(audio=NO_TURNS)
+        doubtful.append(speech(0.0, 0.576))  # one frame of speech at its end; two begin a turn
         client.append(bytes(2 * 2 * RATE))
         triggered = client.until("input_audio_buffer.timeout_triggered")
         assert 2 < triggered["audio_start_ms"] <= 960 and triggered["audio_end_ms"] == 2000
         assert client.until("input_audio_buffer.committed")["item_id"] == triggered["item_id"]
         client.until("response.done")
-        _sync(quiet)
+        for each in (quiet, doubtful):  # whose limits were over before
+            _sync(each)
+            assert not each.of("input_audio_buffer.committed", "input_audio_buffer.speech_started")
         assert metric(url, 'mingc_realtime_turns_total{end="idle_timeout"}') == 1
-        assert len(service.chats) == 4 and not quiet.of("input_audio_buffer.committed")
+        assert len(service.chats) == 5
+        doubtful.append(bytes(RATE))
+        doubtful.until("input_audio_buffer.timeout_triggered")
+        doubtful.until("response.done")
 
 
 # Interruption
 
 
-def test_speech_interrupts_an_answer() -> None:
+@pytest.mark.parametrize("subtype", ["PCM_16", "ULAW", "ALAW"])
+def test_speech_interrupts_an_answer(subtype: str) -> None:
     with fake_server() as (url, service), RealtimeClient(url) as client:
+        sound = SENTENCE
+        if subtype != "PCM_16":
+            sound = telephony(SENTENCE, subtype)
+            client.update(audio={"input": {"format": {"type": f"audio/pcm{subtype[0].lower()}"}}})
         client.say("endless")
         client.send("response.create")
         client.until("response.output_audio.delta")
-        client.append(SENTENCE)
-        client.until("input_audio_buffer.speech_started")
+        client.append(sound)
+        started = client.until("input_audio_buffer.speech_started")
+        assert abs(started["audio_start_ms"] - 244) <= 64  # of 24 kHz: 244
         cut = client.until("response.done")["response"]
         assert cut["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
         assert [item["status"] for item in cut["output"]] == ["incomplete"]
@@ -609,6 +633,68 @@ def test_what_is_deleted_needs_no_memory() -> None:
         eventually(lambda: metric(url, "mingc_body_bytes") == 0)
 
 
+def test_media_that_are_being_read_need_memory() -> None:
+    """Also when their item is gone, and no longer than they are read."""
+
+    class Held(FakeService):
+        """Reads media when it is `allowed` to."""
+
+        allowed: threading.Event
+
+        async def decode_media(self, part: MediaPart) -> MediaPart:
+            await asyncio.to_thread(self.allowed.wait, 30)
+            return await super().decode_media(part)
+
+        def transcribe(self, request: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+            found = super().transcribe(request)
+
+            async def late() -> AsyncGenerator[TranscriptEvent]:
+                await asyncio.to_thread(self.allowed.wait, 30)
+                async for event in found:
+                    yield event
+
+            return late()
+
+    Held.allowed = allowed = threading.Event()
+    with run_server(Held) as url, RealtimeClient(url) as client:
+        sound = speech(0.0, 6.0)
+        for transcription, num_copies in ((None, 1), ({"model": "any"}, 2)):
+            allowed.clear()
+            client.update(audio={"input": {"turn_detection": None, "transcription": transcription}})
+            client.append(sound)
+            client.send("input_audio_buffer.commit")
+            item_id = client.until("input_audio_buffer.committed")["item_id"]
+            client.send("conversation.item.delete", item_id=item_id)
+            client.until("conversation.item.deleted")
+            _sync(client)
+            held = metric(url, "mingc_body_bytes") + 65536  # which are free
+            assert held == pytest.approx(num_copies * len(sound), abs=1000)
+            allowed.set()
+            eventually(lambda: metric(url, "mingc_body_bytes") == 0)
+
+
+def test_what_is_heard_is_bounded_by_the_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn, or a silence for too long, is told and left out; with room there is a turn again."""
+    monkeypatch.setitem(Conversation.__init__.__kwdefaults__, "max_items", 2)
+    with fake_server() as (url, service), RealtimeClient(url) as client:
+        detection = {"type": "server_vad", "idle_timeout_ms": 5000}
+        client.update(audio={"input": {"turn_detection": detection}})
+        client.say("hello", id="first")
+        answer(client)
+        triggered = client.until("input_audio_buffer.timeout_triggered", "error")
+        assert triggered["type"] == "input_audio_buffer.timeout_triggered"
+        assert client.until("error")["error"]["code"] == "too_many_items"
+        client.append(SENTENCE)
+        assert client.until("error")["error"]["code"] == "too_many_items"
+        assert client.of("input_audio_buffer.speech_stopped")
+        assert not client.of("input_audio_buffer.committed") and len(client.of("response.created")) == 1
+        assert metric(url, 'mingc_realtime_early_starts_total{result="dropped"}') == 1
+        eventually(lambda: not service.running)
+        client.send("conversation.item.delete", item_id="first")
+        client.append(SENTENCE)
+        assert client.until("response.done")["response"]["status"] == "completed"
+
+
 def test_a_picture_and_one_that_is_none() -> None:
     with fake_server() as (url, service), RealtimeClient(url) as client:
         picture = {"type": "input_image", "image_url": image_data_url()}
@@ -712,6 +798,36 @@ def test_the_oldest_turns_are_left_out(truncation: Any, instructions: str) -> No
             assert all(chat.messages[-1].text.startswith(f"{n}:") for n, chat in enumerate(service.chats))
 
 
+def test_turns_leave_their_items_alone() -> None:
+    """Without sound, once they are left out of prompts; of no other object there are more and more."""
+    info = replace(INFO, max_model_len=400)
+    with scripted(SPOKEN, info) as (url, service), RealtimeClient(url) as client:
+        client.update(tools=[TOOL], audio={"input": {"transcription": {"model": "any"}}})
+
+        def objects_after(num_turns: int) -> Counter[str]:
+            for _ in range(num_turns):
+                client.append(SENTENCE)
+                client.until("response.done")
+                while len(client.of("conversation.item.input_audio_transcription.completed")) < 1:
+                    client.next()
+                client.events.clear()
+                service.chats.clear()
+                service.transcriptions.clear()
+            _sync(client)
+            client.events.clear()
+            gc.collect()
+            kinds = (type(each) for each in gc.get_objects())
+            return Counter(
+                each.__qualname__
+                for each in kinds
+                if each.__module__.split(".")[0] in ("mingc", "asyncio", "_asyncio")
+            )
+
+        before, after = objects_after(12), objects_after(12)
+        items = {"UserMessage", "AudioContent", "AssistantMessage", "Answer", "_Segment", "FunctionCall"}
+        assert {name for name in after if after[name] > before[name] + 6} == items
+
+
 # Connection
 
 
@@ -812,6 +928,54 @@ def test_a_client_that_reads_slowly_receives_all_unless_it_cancels(is_cancelled:
             assert (status, received_ms) == ("completed", made_ms)
 
 
+def test_an_answer_ends_when_the_last_of_it_is_written() -> None:
+    """The first event is written when all of the answer is generated; while another one is, there is time to end."""
+    script = [HI, *(sound(index, 2, is_end=True) for index in range(5)), done()]
+    written: list[Event] = []
+
+    async def run() -> None:
+        service, is_done = ScriptedService(script), asyncio.Event()
+        app = create_app(service, ServeOptions())
+        asked = [
+            {"type": "websocket.connect"},
+            {"type": "websocket.receive", "text": '{"type": "response.create"}'},
+        ]
+
+        async def receive() -> Any:
+            if not asked:
+                await is_done.wait()
+                return {"type": "websocket.disconnect", "code": 1000}
+            return asked.pop(0)
+
+        async def send(message: Any) -> None:
+            if "text" not in message:
+                return
+            written.append(json.loads(message["text"]))
+            if written[-1]["type"].endswith(".delta"):
+                while not service.chats or app.state.server.num_running:
+                    await asyncio.sleep(0)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+            if written[-1]["type"] == "response.done":
+                is_done.set()
+
+        scope = {
+            "type": "websocket",
+            "path": "/v1/realtime",
+            "headers": [],
+            "query_string": b"",
+            "subprotocols": [],
+        }
+        async with asyncio.timeout(30):
+            await app(scope, receive, send)
+
+    asyncio.run(run())
+    assert (
+        sum(each["type"] == "response.output_audio.delta" for each in written) == 6
+    )  # what a resampler held back
+    assert written[-1]["response"]["status"] == "completed"
+
+
 def test_a_session_that_is_too_old() -> None:
     with fake_server(max_session_s=1.0) as (url, service), RealtimeClient(url) as client:
         client.say("endless")
@@ -850,12 +1014,19 @@ def test_the_item_of_a_turn_has_its_id_alone() -> None:
         assert client.until("response.done")["response"]["status"] == "completed"
 
 
-@pytest.mark.parametrize("limit", ["max_concurrent_requests", "key_max_requests"])
+@pytest.mark.parametrize(
+    "limit", [{"max_concurrent_requests": 1}, {"key_max_requests": 1}, {"key_max_tokens": 3000}]
+)
 @pytest.mark.parametrize("is_committed", [True, False])
-def test_one_place_serves_a_response_and_a_transcript(limit: str, is_committed: bool, tmp_path: Any) -> None:
-    """The transcript waits for it; the response waits for the transcript of its own session alone."""
+def test_one_place_serves_a_response_and_a_transcript(
+    limit: dict[str, int], is_committed: bool, tmp_path: Any
+) -> None:
+    """The same for tokens, of which each may need 2,048.
+
+    The transcript waits for it; the response waits for the transcript of its own session alone.
+    """
     (tmp_path / "keys").write_text("good\n")
-    options: dict[str, Any] = {"api_key_file": tmp_path / "keys", limit: 1}
+    options: dict[str, Any] = {"api_key_file": tmp_path / "keys", **limit}
     headers = {"additional_headers": {"authorization": "Bearer good"}}
     with fake_server(**options) as (url, _), RealtimeClient(url, **headers) as client:
         client.update(audio={"input": {"transcription": {"model": "any"}}})

@@ -24,8 +24,10 @@ from server_thread import eventually, fake_server, metric
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 from websockets.sync.client import connect as websocket
-from websockets.typing import Subprotocol
+from websockets.typing import Origin, Subprotocol
 
+from mingc.server.api_keys import ApiKeys
+from mingc.server.app import create_app
 from mingc.server.options import ServeOptions
 from mingc.server.state import ServerState
 from mingc.server.websocket.connection import EventSocket
@@ -199,6 +201,53 @@ def test_a_page_of_another_origin_is_refused(origin: str | None, accepted: bool)
                 assert ask(connection) == "unsupported_event"
         else:
             assert refusal(url, origin=given)[:2] == (403, "origin_not_allowed")
+
+
+OWN_NAME = "http://name.example:8000"
+
+
+@pytest.mark.parametrize(
+    ("origin", "options", "accepted"),
+    [
+        (OWN_NAME, {}, False),
+        ("http://name.example", {}, False),
+        ("http://127.0.0.1.example:8000", {}, False),
+        ("http://localhost.example:8000", {}, False),
+        ("http://127.0.0.1:8000", {}, True),
+        ("http://[::1]:8000", {}, True),
+        ("http://localhost:8000", {}, True),
+        ("http://app.localhost:8000", {}, True),
+        ("https://name.example", {}, True),  # through a proxy: the server has no TLS
+        (OWN_NAME, {"cors_origins": (OWN_NAME,)}, True),
+        (OWN_NAME, {"cors_origins": ("*",)}, True),
+        (OWN_NAME, {"host": "0.0.0.0"}, True),  # has a name of its own
+        (OWN_NAME, {"is_behind_proxy": True}, True),
+        (OWN_NAME, {"keys": {"MINGC_API_KEYS": "good"}}, True),
+    ],
+)
+def test_a_page_whose_name_became_that_of_this_computer(
+    origin: str, options: dict[str, Any], accepted: bool
+) -> None:
+    """DNS rebinding: for browsers the server is the page's own, so they ask nobody."""
+    keys, is_behind_proxy = ApiKeys(None, options.pop("keys", {})), options.pop("is_behind_proxy", False)
+    app = create_app(FakeService(), ServeOptions(**options), keys, is_behind_proxy=is_behind_proxy)
+    headers = {"origin": origin, "authorization": "Bearer good"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=origin) as client:
+            return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+    answer = asyncio.run(post())
+    assert answer.status_code == (200 if accepted else 403), answer.text
+    assert accepted or answer.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_a_rebound_page_opens_no_websocket(url: str) -> None:
+    port = url.rpartition(":")[2]
+    rebound = f"http://name.example:{port}"
+    opened = socket.create_connection(("127.0.0.1", int(port)), timeout=30)
+    assert refusal(rebound, origin=Origin(rebound), sock=opened)[:2] == (403, "origin_not_allowed")
 
 
 def test_other_requests_are_refused_as_over_http(caplog: pytest.LogCaptureFixture) -> None:

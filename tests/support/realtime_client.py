@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import soundfile
 import soxr
 from openai import OpenAI
@@ -196,3 +198,11 @@ def speech(start_s: float = 0.0, end_s: float | None = None, silence_s: float = 
     part = samples[int(start_s * rate) : None if end_s is None else int(end_s * rate)]
     pcm = (soxr.resample(part, rate, RATE) * 32767).astype("<i2")
     return bytes(pcm.tobytes()) + bytes(2 * int(silence_s * RATE))
+
+
+def telephony(pcm: bytes, subtype: str) -> bytes:
+    """`speech` at 8 kHz by libsndfile: `ULAW` or `ALAW`."""
+    samples = soxr.resample(np.frombuffer(pcm, "<i2"), RATE, 8000)
+    file = io.BytesIO()
+    soundfile.write(file, samples, 8000, subtype, format="RAW")
+    return file.getvalue()

@@ -19,7 +19,7 @@ from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import EngineCost
 from mingc.errors import ConfigError
 from mingc.probe import html_report
-from mingc.probe.html_report import check_html_path, page, write_html
+from mingc.probe.html_report import check_path, page, write_html
 from mingc.probe.report import (
     CacheRate,
     EngineFigures,
@@ -109,7 +109,11 @@ def make_report() -> ProbeReport:
         tolerance=0.1,
         engines=ENGINES,
         roofline_bounds=bounds,
-        regressions=(Regression(engine=ENGINES[1].title, baseline_ms=2.0, median_ms=3.4, slower_by=0.7),),
+        regressions=(
+            Regression(
+                engine=ENGINES[1].title, baseline_ms=2.0, min_ms=3.4, slower_by=0.7, median_slower_by=0.9
+            ),
+        ),
         only_here=("new.engine",),
         only_in_baseline=("gone.engine",),
         patch_embed=(
@@ -152,8 +156,10 @@ def make_report() -> ProbeReport:
             EnginePair(
                 engine=ENGINES[0].title,
                 backend="aoti",
+                min_ms=1.0123,
                 median_ms=1.0234,
                 other_backend="onnx",
+                other_min_ms=2.0246,
                 other_median_ms=2.0468,
                 ratio=2.0,
             ),
@@ -236,10 +242,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    check_html_path(tmp_path / "probe.html")
+    check_path(tmp_path / "probe.html", "--html")
     for path in (tmp_path, tmp_path / "none" / "probe.html"):
         with pytest.raises(ConfigError) as caught:
-            check_html_path(path)
+            check_path(path, "--html")
         assert caught.value.where == "--html" and str(path) in caught.value.message
 
 
@@ -308,7 +314,7 @@ def test_a_browser_shows_every_row_without_an_error(tmp_path: Path) -> None:
         context = [] if each.context_tokens is None else [f"+{each.context_tokens}"]
         name = " ".join([each.engine, *sizes, *context])
         row = next(row for row in found["rows"] if row[0] == name and "aoti" in row)
-        assert f"{each.latency.median_ms:.4g}" in row and cells.count(name) >= 2, "latency and roofline"
+        assert f"{each.latency.min_ms:.4g}" in row and cells.count(name) >= 2, "latency and roofline"
     assert "no CUDA device" in cells and "8.33" in cells and "NVIDIA H200, 141 GiB" in cells
     assert {"Cold start", "Roofline", "Memory rates", "Notes", "Slower than the baseline"} <= {
         *found["heads"]

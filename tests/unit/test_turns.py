@@ -81,6 +81,23 @@ def test_a_long_turn_is_cut_where_speech_is_least_probable() -> None:
     assert [each.is_cut for each in found] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ([0.1] * 3, [(0, 10, 0, 9, False)]),  # the silence goes on, and ends the turn
+        ([0.1] + [0.9] * 2 + [0.1] * 3, [(0, 9, 0, 9, True), (9, 16, 11, 13, False)]),
+        ([0.9] * 2 + [0.1] * 3, [(0, 9, 0, 9, True), (9, 15, 10, 12, False)]),
+    ],
+)
+def test_a_silence_at_the_longest_length_ends_a_turn_if_it_is_long_enough(
+    after: list[float], expected: list[tuple[int, int, int, int, bool]]
+) -> None:
+    rules = TurnRules(threshold=0.5, prefix_padding_ms=64, silence_ms=96, max_ms=10 * FRAME_MS)
+    frames = [0.9] * 9 + [0.1] + after
+    found = [each for each in turns(frames, rules) if isinstance(each, TurnEnd)]
+    assert [(*times, each.is_cut) for times, each in zip(ends(frames, rules), found, strict=True)] == expected
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_turns_cover_all_speech_once_and_are_short_enough(seed: int) -> None:
     """Any probabilities, with and without a longest turn: in order, apart, no speech left out, none twice."""

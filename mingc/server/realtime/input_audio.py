@@ -184,7 +184,10 @@ class InputAudio:
 
         Raises: RequestError below 100 ms.
         """
-        clip = self._clip(self._first, self._end, self._end)
+        most = (
+            self._first + self._max_ms * self._rate // 1000
+        )  # silence after the longest turn is in no prompt
+        clip = self._clip(self._first, self._end, min(self._end, most))
         if len(clip.pcm) < self._least_bytes:
             raise RequestError(
                 f"The input audio buffer holds {clip.duration_ms} ms of sound. Append at least {MIN_COMMIT_MS} ms "
@@ -321,7 +324,7 @@ class InputAudio:
                 found.append(SpeechResumed())
             elif not self._is_paused and silence_ms >= _AFTER_MS:
                 self._is_paused = True
-                end = self._sample(turns.speech_end_ms + _AFTER_MS)
+                end = self._sample(min(turns.speech_end_ms + _AFTER_MS, turns.most_ms))
                 found.append(SpeechPaused(self._clip(self._sample(start_ms), end, end)))
         if turns.start_ms is None:
             self._drop(self._sample(turns.needed_from_ms) - _KEPT_MS * self._rate // 1000)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -52,6 +52,7 @@ log = logging.getLogger("mingc.http")
 PATH = "/v1/realtime"
 Reason = Literal["turn_detected", "client_cancelled"]
 _RETRY_S = 0.1  # for a place
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +87,25 @@ class Places:
 
     async def respond(self, place: ExitStack) -> KeyUse:
         """Hold a place until `place` is closed. Raises: CapacityError."""
+        return await self._after_transcript(lambda: place.enter_context(self._take()))
+
+    async def count(self, key: KeyUse, question: Question) -> None:
+        """Count the tokens of a response. Raises: see `KeyUse.add`."""
+        num_tokens, request = sum(question.sizes), question.request
+        is_spoken = request.speech is not None
+        await self._after_transcript(
+            lambda: key.add_text(range(num_tokens), request.sampling.max_tokens, is_spoken=is_spoken)
+        )
+
+    async def _after_transcript(self, take: Callable[[], _T]) -> _T:
+        """Take something, if need be when the transcript of the same session that runs has ended."""
         try:
-            return place.enter_context(self._take())
+            return take()
         except CapacityError:
             if not self._transcribing.locked():
                 raise
         async with self._transcribing:
-            return place.enter_context(self._take())
+            return take()
 
     @asynccontextmanager
     async def transcribe(self, prompt: str) -> AsyncIterator[None]:
@@ -224,16 +237,11 @@ class Response:
             place.enter_context(server.metrics.request_duration.labels(PATH).time())
             key = await self._places.respond(place)
             self._question = await self._ask()
-            request = self._question.request
-            key.add_text(
-                range(sum(self._question.sizes)),
-                request.sampling.max_tokens,
-                is_spoken=request.speech is not None,
-            )
+            await self._places.count(key, self._question)
             clip = None
             if settings.speech is not None:
                 clip = place.enter_context(closing(LiveClip(self._spec())))
-            async with timer.measure(server.service.chat(request)) as answers:
+            async with timer.measure(server.service.chat(self._question.request)) as answers:
                 async for event in until_done(answers):
                     data = b""
                     if clip is not None and isinstance(event, AudioDelta):

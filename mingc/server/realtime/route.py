@@ -341,6 +341,7 @@ class RealtimeSession:
 
     def _forget(self, part: AudioContent | ImageContent, _: object) -> None:
         del self._decoding[part]
+        self._count_bytes()
 
     async def _decode_part(
         self, item: UserMessage, part: AudioContent | ImageContent, event_id: str | None
@@ -358,7 +359,6 @@ class RealtimeSession:
         if part.media is media:
             part.media = decoded
             self._conversation.limit_media(item)
-            self._count_bytes()
 
     async def _transcribe(
         self, item: UserMessage, request: TranscriptionRequest, before: asyncio.Task[None] | None
@@ -397,6 +397,7 @@ class RealtimeSession:
             self._socket.put(events.TranscriptionFailed(item_id=item.id, error=failure))
         finally:
             self._num_transcript_bytes -= num_bytes
+            self._count_bytes()
 
     # Turns of the user
 
