@@ -182,8 +182,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         command: the command line.
         date: of the beginning, ISO 8601, UTC.
-        hardware: of the machine of the clients (`cpu`, `cores`, `gpu` where there is one), and `server` if its user says
-            what the server runs on.
+        hardware: of the machine of the clients (`cpu`, `cores`, `gpu` where there is one).
         versions: of Python, mingc and the HTTP client.
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
@@ -211,7 +210,7 @@ def grouped(runs: Sequence[Run]) -> Mapping[tuple[str, Load], list[Run]]:
 
 
 def write(path: Path, file: BenchFile) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+    path.write_bytes(msgspec.json.encode(file) + b"\n")
 
 
 def read(path: Path) -> BenchFile:
