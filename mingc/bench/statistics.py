@@ -71,12 +71,8 @@ def _quantiles(values: Floats, counts: Floats, q: float) -> Floats:
     """Quantile of sorted `values` that occur `counts` (B, values) times."""
     ends = np.cumsum(counts, axis=1)
     places = q * (ends[:, -1] - 1)
-    found = np.full(len(counts), np.nan)
-    for row in np.flatnonzero(ends[:, -1]):
-        below = np.floor(places[row])
-        low, high = values[np.searchsorted(ends[row], [below, np.ceil(places[row])], side="right")]
-        found[row] = low + (high - low) * (places[row] - below)
-    return found
+    low, high = (values[(ends <= at[:, None]).sum(axis=1)] for at in (np.floor(places), np.ceil(places)))
+    return low + (high - low) * (places % 1)
 
 
 @dataclass(frozen=True, slots=True)
