@@ -130,12 +130,12 @@ class ClientState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_processes: that sent the requests.
         busy: share of the wall time in which the busiest process computed.
-        max_lag_s: the latest that the event loop of a process was.
+        lag_s: how late the event loop of the worst process was, 99th percentile: so wrong may times be.
     """
 
     num_processes: int
     busy: float
-    max_lag_s: float
+    lag_s: float
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
