@@ -1,8 +1,8 @@
 """One request of each path, and its answer as a client sees it: ours and the shapes of other servers.
 
-What other servers send (their documents, autumn 2026): sglang-omni puts a WAV file into each `delta.audio.data` of a chat
-and each `audio.data` of a speech event, or one file after the whole answer; vllm-omni puts base64 into `delta.content` of
-chunks whose `modality` is `audio`, and `speech.audio.delta` events or raw bytes into streamed speech.
+What other servers send (their documents of autumn 2026): sglang-omni puts a WAV file into each `delta.audio.data` of a
+chat and each `audio.data` of a speech event, or one file after the whole answer; vllm-omni puts base64 into
+`delta.content` of chunks whose `modality` is `audio`, and streams speech as `speech.audio.delta` events or raw bytes.
 """
 
 from __future__ import annotations
@@ -211,16 +211,15 @@ async def ask(
     began: float,
     wishes: Wishes,
 ) -> Sample:
-    """Send a request now. `due`: when it should have been sent; None: now. `began` is the zero of the sample's times."""
+    """Send a request now. `due`: when it should have been sent; None: now. `began`: zero of the sample's times."""
     seen = _Seen(Sound(wishes.model_rate or _PCM_RATE))
     if request.path == "realtime":
         seen.sound.rate = _PCM_RATE
     sent, error = time.perf_counter(), ""
-    if due is None:
-        due = sent
+    scheduled = sent if due is None else due
     try:
         if request.path == "realtime":
-            due, sent = await _speak(target, request, seen, wishes)
+            scheduled, sent = await _speak(target, request, due, seen, wishes)
         else:
             await _post(client, request, seen)
         if request.path in ("speech", "speech-stream", "spoken") and not seen.sound.times:
@@ -243,7 +242,7 @@ async def ask(
     return Sample(
         item=request.item.id,
         server=target.url,
-        scheduled=due - began,
+        scheduled=scheduled - began,
         sent=sent - began,
         ended=ended - began,
         error=error[:500],
@@ -378,8 +377,13 @@ def _append(pcm: bytes) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(pcm).decode()})
 
 
-async def _speak(target: Target, request: Request, seen: _Seen, wishes: Wishes) -> tuple[float, float]:
-    """One turn in a session of its own. Returns when the speaker should have ended, and when the last sound was sent."""
+async def _speak(
+    target: Target, request: Request, due: float | None, seen: _Seen, wishes: Wishes
+) -> tuple[float, float]:
+    """One turn in a session of its own, which begins at `due`, or when the session is open.
+
+    Returns when the speaker should have ended, and when the last sound was sent.
+    """
     url = f"{target.url.replace('http', 'ws', 1)}{request.route}?model={target.model}"
     quiet = _append(bytes(round(2 * _PCM_RATE * _STEP_S)))
     connection = websockets.connect(
@@ -388,16 +392,16 @@ async def _speak(target: Target, request: Request, seen: _Seen, wishes: Wishes) 
     async with asyncio.timeout(_TIMEOUT_S), connection as socket:
         await socket.send(request.body.decode())
         await _until(socket, "session.updated")
-        begin = time.perf_counter()
+        begin = time.perf_counter() if due is None else due
         for index, step in enumerate(request.steps, start=1):
             # A step is sent when it has been spoken.
             await asyncio.sleep(begin + index * _STEP_S - time.perf_counter())
             await socket.send(step)
-        due, sent = begin + len(request.steps) * _STEP_S, time.perf_counter()
+        end, sent = begin + len(request.steps) * _STEP_S, time.perf_counter()
 
         async def stay_silent() -> None:
             for index in itertools.count(1):
-                await asyncio.sleep(due + index * _STEP_S - time.perf_counter())
+                await asyncio.sleep(end + index * _STEP_S - time.perf_counter())
                 await socket.send(quiet)
 
         if not wishes.server_vad:
@@ -410,7 +414,7 @@ async def _speak(target: Target, request: Request, seen: _Seen, wishes: Wishes) 
         finally:
             if silence is not None:
                 silence.cancel()
-    return due, sent
+    return end, sent
 
 
 async def _hear(socket: websockets.ClientConnection, seen: _Seen) -> bool:

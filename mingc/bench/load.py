@@ -14,7 +14,7 @@ import multiprocessing
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -27,7 +27,7 @@ import msgspec
 from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of
 from mingc.bench.items import Source
 from mingc.bench.records import ClientState, Load, Run, Sample
-from mingc.errors import WorkerError
+from mingc.errors import BenchError
 from mingc.host.parent_watchdog import watch_pool_owner
 
 _LAG_STEP_S = 0.01  # how often the event loop of a client is looked at
@@ -54,7 +54,7 @@ class Job:
     due: tuple[tuple[float, int], ...] = ()
 
 
-def poisson(rate: float, burst: int, duration_s: float, seed: int) -> list[float]:
+def poisson(rate: float, burst: int, duration_s: float, seed: str) -> list[float]:
     """Seconds of arrivals: bursts of `burst` requests, `rate` requests a second on average, at least one burst."""
     draw, times = random.Random(seed), list[float]()
     at = draw.expovariate(rate / burst)
@@ -102,22 +102,21 @@ class Clients:
         wishes: Wishes,
         *,
         first: int,
-        rounds: int = 1,
+        count: int = 0,
         due: Sequence[float] = (),
-        on_sample: Callable[[Sample], None] = lambda _: None,
     ) -> Run:
-        """Send one load: `rounds` requests of each client, or a request at each of `due`; items count from `first`.
+        """Send one load: `count` requests of its clients, or a request at each of `due`; items count from `first`.
 
-        KeyboardInterrupt ends it: the run has what was answered until then, and is not complete. The clients are then
-        gone. Raises: WorkerError when a client process ends by itself.
+        KeyboardInterrupt ends it: the run has what was answered until then, and is not complete. Raises: BenchError
+        when a client process ends by itself.
         """
-        count = len(self._ends)
-        clients = range(load.concurrency)
+        processes = len(self._ends)
+        clients = range(min(load.concurrency, count))
         numbered = [(at, first + place) for place, at in enumerate(due)]
         for place, end in enumerate(self._ends):
             queues = tuple(
-                tuple(first + turn * load.concurrency + client for turn in range(rounds))
-                for client in clients[place::count]
+                tuple(range(first + client, first + count, load.concurrency))
+                for client in clients[place::processes]
             )
             end.send(
                 Job(
@@ -126,7 +125,7 @@ class Clients:
                     source=source,
                     wishes=wishes,
                     queues=queues,
-                    due=tuple(numbered[place::count]),
+                    due=tuple(numbered[place::processes]),
                 )
             )
         samples, states, is_complete = list[Sample](), list[tuple[float, float]](), True
@@ -134,16 +133,15 @@ class Clients:
         began = datetime.datetime.now(datetime.UTC)
         start = time.perf_counter()
         try:
-            while len(states) < count:
+            while len(states) < processes:
                 for end in connection.wait(self._ends):
                     assert isinstance(end, Connection)
                     kind, value = self._receive(end)
                     if kind == "sample":
                         samples.append(_decode_sample(value))
-                        on_sample(samples[-1])
                     elif kind == "written":
                         written += 1
-                        if written == count:
+                        if written == processes:
                             began = datetime.datetime.now(datetime.UTC)
                             start = time.perf_counter() + _START_S
                             for each in self._ends:
@@ -151,7 +149,7 @@ class Clients:
                     elif kind == "done":
                         states.append(value)
                     else:
-                        raise WorkerError(
+                        raise BenchError(
                             f"a client cannot write its requests: {value}", fix="check the data set"
                         )
         except KeyboardInterrupt:
@@ -165,18 +163,28 @@ class Clients:
             wall_s=max((each.ended for each in samples), default=time.perf_counter() - start),
             samples=tuple(samples),
             client=ClientState(
-                num_processes=count,
+                num_processes=processes,
                 busy=max((busy for busy, _ in states), default=0.0),
                 lag_s=max((lag for _, lag in states), default=0.0),
+                clock_s=time.get_clock_info("perf_counter").resolution,
             ),
             is_complete=is_complete,
         )
+
+    def _left(self) -> Iterator[Sample]:
+        """What clients that were ended had sent."""
+        for end in self._ends:
+            with suppress(EOFError, OSError):
+                while end.poll():
+                    kind, value = end.recv()
+                    if kind == "sample":
+                        yield _decode_sample(value)
 
     def _receive(self, end: Connection) -> tuple[str, Any]:
         try:
             kind, value = end.recv()
         except (EOFError, OSError):
-            raise WorkerError(
+            raise BenchError(
                 "a client process of the benchmark ended", fix="look at its output above, and for free memory"
             ) from None
         return kind, value

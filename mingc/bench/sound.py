@@ -46,7 +46,7 @@ class Sound:
                 return
             self.header_rate, self._frame_bytes, self._left, begin = header
             data = data[begin:]
-        elif not self.times and data[:4] in (b"OggS", b"fLaC") or data[:3] == b"ID3":
+        elif (not self.times and data[:4] in (b"OggS", b"fLaC")) or data[:3] == b"ID3":
             raise ValueError(f"a sound file that begins with {data[:4]!r}, wanted WAV or PCM")
         if self._left is not None:
             data = data[: self._left]
