@@ -60,7 +60,7 @@ def bench(
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     servers = {(url := _base(each)): _look_at(url, key) for each in urls}
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    settings = {**dataclasses.asdict(options), "seed": seed}
+    settings = msgspec.json.decode(msgspec.json.encode({**dataclasses.asdict(options), "seed": seed}))
     runs = list[Run]()
     session = _Session(servers, options, seed, key, items)
     try:
