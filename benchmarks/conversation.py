@@ -53,7 +53,7 @@ from serving import server
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.probe.stopwatch import percentile
-from mingc.server.metrics import STAGES
+from mingc.server.stages import stages_ms
 
 Figures = list[dict[str, Any]]
 Key = tuple[tuple[str, Any], ...]
@@ -95,16 +95,6 @@ class Samples:
         ]
 
 
-def stages_ms(timings_ms: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of each stage of one answer, by the moments that the server sends with it."""
-    moments = {None: 0.0, **timings_ms}
-    return {
-        stage: moments[end] - moments[begin]
-        for stage, (begin, end) in STAGES.items()
-        if begin in moments and end in moments
-    }
-
-
 def add_answers(samples: Samples, answers: Sequence[Answer], **keys: Any) -> None:
     """Figures of answers of one workload under one load."""
     samples.add("ttft_ms", "ms", [each.first_token_ms for each in answers], **keys)
@@ -116,7 +106,7 @@ def add_answers(samples: Samples, answers: Sequence[Answer], **keys: Any) -> Non
     samples.add("answer_audio_s", "s", [each.audio_s for each in spoken], **keys)
     samples.add("underruns", "chunks of an answer", [each.num_underruns for each in spoken], **keys)
     for each in chats:
-        for stage, passed in stages_ms(each.timings_ms).items():
+        for stage, passed in stages_ms(each.timings_ms):
             samples.add("stage_ms", "ms", [passed], **keys, stage=stage)
 
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "serve",
     "verify",
     "probe",
+    "bench",
     "bundle",
     "voices",
     "doctor",

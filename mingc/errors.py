@@ -121,6 +121,10 @@ class IncompatibleError(ArtifactError):
     """The artifact was built for another torch, target, or world size; lists every difference."""
 
 
+class BenchError(MingcError):
+    """A server cannot be measured."""
+
+
 class ServeError(MingcError):
     """An error response of a running server; `status` is its HTTP status, `code` OpenAI's error code."""
 

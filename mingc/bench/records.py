@@ -11,19 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from mingc.bench.paths import PATHS as PATHS
 from mingc.errors import ConfigError
 
 SCHEMA = 1
-PATHS: dict[str, str] = {
-    "text": "text → streamed text",
-    "image": "image and text → streamed text",
-    "clip": "spoken clip and text → streamed text",
-    "speech": "text → speech, whole",
-    "speech-stream": "text → streamed speech",
-    "spoken": "text → streamed text and speech in one chat",
-    "realtime": "a spoken turn of a session → speech",
-    "transcription": "spoken clip → its text",
-}
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,12 +121,14 @@ class ClientState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_processes: that sent the requests.
         busy: share of the wall time in which the busiest process computed.
-        max_lag_s: the latest that the event loop of a process was.
+        lag_s: how late the event loop of the worst process was, 99th percentile: so wrong may times be.
+        clock_s: resolution of their clock.
     """
 
     num_processes: int
     busy: float
-    max_lag_s: float
+    lag_s: float
+    clock_s: float
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,8 +202,12 @@ def grouped(runs: Sequence[Run]) -> Mapping[tuple[str, Load], list[Run]]:
     return found
 
 
+def encode(file: BenchFile) -> bytes:
+    return msgspec.json.encode(file)
+
+
 def write(path: Path, file: BenchFile) -> None:
-    path.write_bytes(msgspec.json.encode(file) + b"\n")
+    path.write_bytes(encode(file) + b"\n")
 
 
 def read(path: Path) -> BenchFile:
