@@ -24,7 +24,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
         id: names it in its data set; unique there.
         messages: of a chat, as the API takes them.
         text: to be spoken.
-        clip: a sound file: of `realtime` and `transcription`.
+        clip: a sound file: of `realtime` and `transcription`; of `speech` and `speech-stream` the voice to speak with.
+        clip_text: the words of that voice's clip.
         expected: the right answer, for the score of a data set; None: the answer is not scored.
         max_tokens: most tokens of the answer; None: as the command says.
     """
@@ -34,6 +35,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     clip: bytes = b""
+    clip_text: str = ""
     expected: str | None = None
     max_tokens: int | None = None
 

@@ -42,7 +42,7 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
     }
     sections = [_traps(file)]
     if comparison is not None:
-        sections.append(_verdicts(comparison))
+        sections.append(_verdicts(comparison, has_changed=True))
     if found:
         sections.append(_overview(found))
     sections += [_scores(file)] * bool(file.scores)
@@ -53,6 +53,8 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
                 path, own, {load: runs for (each, load), runs in grouped(file.runs).items() if each == path}
             )
         )
+    if comparison is not None and any(change.verdict == "no difference" for change in comparison.changes):
+        sections.append(_verdicts(comparison, has_changed=False))
     return ReportPage(title=f"mingc bench {' '.join(file.servers)}", facts=facts, sections=tuple(sections))
 
 
@@ -69,25 +71,26 @@ def _traps(file: BenchFile) -> Section:
     return Section(heading="Traps", notes=tuple(notes), tables=(table,), is_bad=True)
 
 
-def _verdicts(comparison: Comparison) -> Section:
-    counts = {
-        verdict: sum(change.verdict == verdict for change in comparison.changes) for verdict in VERDICTS
-    }
+def _verdicts(comparison: Comparison, *, has_changed: bool) -> Section:
+    """Figures that changed, or are not known to; otherwise those without a difference."""
     rows = tuple(
         (f"{change.path} {change.load.label}", change.figure.label, change.verdict, _cell(change.before),
          _cell(change.now), _relative(change.before, change.now))
         for change in comparison.changes
+        if (change.verdict != "no difference") == has_changed
     )  # fmt: skip
+    tables = (
+        Table(caption="", columns=("load", "figure", "verdict", "baseline", "now", "change"), rows=rows),
+    )
+    if not has_changed:
+        return Section(heading="No difference to the baseline", tables=tables)
+    counts = {
+        verdict: sum(change.verdict == verdict for change in comparison.changes) for verdict in VERDICTS
+    }
     return Section(
         heading="Against the baseline",
         notes=(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()), *comparison.notes),
-        tables=(
-            Table(
-                caption="Verdicts",
-                columns=("load", "figure", "verdict", "baseline", "now", "change"),
-                rows=rows,
-            ),
-        ),
+        tables=tables if rows else (),
         is_bad=comparison.is_worse,
     )
 
@@ -240,7 +243,7 @@ def _relative(before: Estimate, now: Estimate) -> str:
 
 def _number(value: float) -> str:
     """Three significant digits, and all those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{round(value, 9):.3g}"
 
 
 def _words(values: Mapping[str, object]) -> str:

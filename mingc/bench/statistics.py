@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
@@ -93,13 +92,6 @@ class Estimate:
     high: float | None
     error: float | None
     num_repeats: int
-
-    def interval(self, confidence: float) -> tuple[float, float] | None:
-        """Interval of the mean at any confidence, by the standard error."""
-        if self.error is None:
-            return None
-        width = NormalDist().inv_cdf(0.5 + confidence / 2) * self.error
-        return self.mean - width, self.mean + width
 
 
 def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:

@@ -28,7 +28,7 @@ function show(value) {
 // `heads`: names of columns; `rows`: arrays of values; `caption` may be empty, then `label` names the table.
 function table(parent, caption, heads, rows, label) {
   const region = { class: "scroll", role: "region", tabindex: 0, "aria-label": caption || label };
-  const own = add(add(parent, "div", null, region), "table");
+  const own = add(add(parent, "div", null, region), "table", null, heads.length === 2 ? { class: "facts" } : {});
   if (caption) add(own, "caption", caption);
   const isNumber = (value) => typeof value === "number" || /^[-+−]?[\d.,]+( ± .*| \(.*| [–%].*)?$/.test(value);
   const kinds = heads.map((_, column) => {

@@ -19,7 +19,7 @@ from mingc.bench.report import report
 from mingc.console.report_page import to_html, to_markdown, write_text
 from mingc.errors import ConfigError
 
-CLIENT = ClientState(num_processes=1, busy=0.1, max_lag_s=0.001)
+CLIENT = ClientState(num_processes=1, busy=0.1, lag_s=0.001, clock_s=1e-9)
 HOSTILE = '<script>alert(1)</script> & "quoted" | \udcff'
 
 
@@ -201,6 +201,7 @@ FILE = msgspec.structs.replace(
 
 def test_markdown() -> None:
     text = to_markdown(report(FILE, compare(measured(1), FILE)))
+    assert text.encode(), "no lone surrogates"
     assert "\\<script\\>alert(1)\\</script\\>" in text and "<" not in text.replace("\\<", "")
     for line in text.splitlines():
         assert not line.startswith("|") or line.endswith("|")
