@@ -132,8 +132,9 @@ def _path(path: str, found: Mapping[Load, Figures], runs: Mapping[Load, Sequence
             figures[members[0]].mean == 100 for figures in found.values() if members[0] in figures
         )
         if not is_dull:
-            lines = {_line(figure): (figure, found) for figure in members}
-            charts += _over_loads(f"{group}, {members[0].unit}" if members[0].unit else group, lines)
+            lines = {_line(figure) if members[1:] else figure.name: (figure, found) for figure in members}
+            unit = f", {members[0].unit}" if members[0].unit else ""
+            charts += _over_loads(f"{group}{unit}" if members[1:] else members[0].label, lines)
     charts += [chart for figure in _SPREAD if figure in names for chart in _spread(figure, runs)]
     columns = ("figure", *(load.label for load in found))
     rows: list[tuple[Cell, ...]] = [
@@ -163,7 +164,7 @@ def _groups(figures: Sequence[Figure] | Mapping[Figure, None]) -> Mapping[str, l
 def _line(figure: Figure) -> str:
     """Name of a figure within its chart."""
     if figure.name.startswith("server: "):
-        return figure.name.removeprefix("server: ")
+        return figure.name.removeprefix("server: ").partition(",")[0]
     return figure.name.rpartition(", ")[2]
 
 
@@ -186,8 +187,8 @@ def _over_loads(title: str, lines: Mapping[str, tuple[Figure, Mapping[Load, Figu
                 yield Chart(
                     title=title + of_bursts,
                     x_label=x_label,
-                    y_label=title.rpartition(", ")[2],
-                    series={name: points for name, points in series.items() if points},
+                    y_label=next(iter(lines.values()))[0].unit,
+                    series=series,
                 )
 
 

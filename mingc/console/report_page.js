@@ -109,7 +109,7 @@ function chart(parent, { name, xLabel, yLabel, series, roofs = [], isLogX = true
         add(group, "line", null, { class: "range", x1: x.place(point.x), x2: x.place(point.x), y1: y.place(point.low), y2: y.place(point.high) });
       add(add(group, "circle", null, { class: "point", cx: x.place(point.x), cy: y.place(point.y), r: 3.5 }), "title", point.label);
     }
-    add(legend, "li", label, { class: colour });
+    if (drawn.length && !(Object.keys(series).length === 1 && name.startsWith(label))) add(legend, "li", label, { class: colour });
   });
   for (const roof of roofs) {
     const first = Math.max(x.low, y.low / roof.slope);
