@@ -283,6 +283,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.options",
         "mingc.runtime",
         "mingc.server.stages",
+        "mingc.text",
     ),
     # A client: it knows a server by HTTP.
     "mingc.bench": (
