@@ -145,7 +145,8 @@ def _wall_shares(run: Run) -> Floats:
     taken = np.array([sample.ended - sample.sent for sample in run.samples])
     if run.load.kind == "open" or not taken.sum() > 0:
         taken = np.ones(len(taken))
-    return run.wall_s * taken / taken.sum()
+    shares: Floats = run.wall_s * taken / taken.sum()
+    return shares
 
 
 def _quantile(figure: Figure, owned: Sequence[Sequence[float]], q: float) -> Iterator[tuple[Figure, Measure]]:

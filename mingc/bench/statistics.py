@@ -40,7 +40,10 @@ class Ratio:
 
     def of(self, counts: Floats) -> Floats:
         total = counts @ self.weights
-        return np.divide(counts @ self.amounts, total, out=np.full(len(counts), np.nan), where=total > 0)
+        found: Floats = np.divide(
+            counts @ self.amounts, total, out=np.full(len(counts), np.nan), where=total > 0
+        )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ def _quantiles(values: Floats, counts: Floats, q: float) -> Floats:
     ends = np.cumsum(counts, axis=1)
     places = q * (ends[:, -1] - 1)
     low, high = (values[(ends <= at[:, None]).sum(axis=1)] for at in (np.floor(places), np.ceil(places)))
-    return low + (high - low) * (places % 1)
+    found: Floats = low + (high - low) * (places % 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

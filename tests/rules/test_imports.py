@@ -283,7 +283,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.options",
         "mingc.runtime",
         "mingc.server.stages",
-        "mingc.text",
     ),
     # A client: it knows a server by HTTP.
     "mingc.bench": (
@@ -293,6 +292,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.host",
         "mingc.options",
         "mingc.server.stages",
+        "mingc.text",
     ),
     "mingc.server.http": (
         "mingc",
