@@ -11,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
@@ -104,6 +104,10 @@ class _Session:
             server_vad=options.server_vad,
             fields=fields,
         )
+        self._transcriber = None
+        if options.transcriber is not None:
+            url = _base(options.transcriber)
+            self._transcriber = Target(url=url, model=_look_at(url, key)["model"], key=key)
         self._servers = [
             Target(url=url, model=options.model or about["model"], key=key) for url, about in servers.items()
         ]
@@ -184,8 +188,9 @@ class _Session:
         first = 0 if own else self._take(path, number or len(due))
         before = _counters(targets)
         run = clients.run(
-            path, load, repeat, targets, source, self._wishes, first=first, count=number, due=due
-        )
+            path, load, repeat, targets, source, self._wishes,
+            first=first, count=number, due=due, transcriber=self._transcriber,
+        )  # fmt: skip
         try:
             after = _counters(targets) if run.is_complete else before
         except KeyboardInterrupt:
@@ -233,7 +238,7 @@ def _look_at(url: str, key: str) -> dict[str, Any]:
 
 def _counters(targets: Sequence[Target]) -> dict[str, float]:
     """Counters of all servers together; those of a server without `/metrics` are missing."""
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for target in targets:
         try:
             answer = httpx.get(

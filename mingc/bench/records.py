@@ -24,7 +24,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
         id: names it in its data set; unique there.
         messages: of a chat, as the API takes them.
         text: to be spoken.
-        clip: a sound file: of `realtime` and `transcription`.
+        clip: a sound file: of `realtime` and `transcription`; of `speech` and `speech-stream` the voice to speak with.
+        clip_text: the words of that voice's clip.
         expected: the right answer, for the score of a data set; None: the answer is not scored.
         max_tokens: most tokens of the answer; None: as the command says.
     """
@@ -34,6 +35,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     clip: bytes = b""
+    clip_text: str = ""
     expected: str | None = None
     max_tokens: int | None = None
 
@@ -52,10 +54,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         status: HTTP status; 0: there was no response.
         first_byte: when the first byte of the body came.
         token_times: when each piece of text came.
-        text: the answer, or the transcript of what was spoken.
+        text: the answer; of speech whose item has an expected answer, its transcript.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them; None: it does not say.
         stated_audio_s: seconds of speech as the server counts them (usage); None: it does not say.
-        fixed_tokens: number of tokens that was asked for; None: as many as the model wants.
+        fixed_tokens: number of tokens that was asked for; 0: as many as a right answer needs; None: the server takes no
+            number.
         finish_reason: as the server says.
         audio_times: when each chunk of sound came.
         audio_samples: sample frames in each of these chunks.
