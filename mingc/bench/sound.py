@@ -42,6 +42,9 @@ class Sound:
         """Count a chunk that came at `now`. Raises: ValueError when it is a file of another kind than WAV."""
         data = self._held + data
         self._held = b""
+        if len(data) < 4 and not self.times and b"RIFF".startswith(data):
+            self._held = data
+            return
         if data[:4] == b"RIFF":
             header = _read_header(data)
             if header is None:
