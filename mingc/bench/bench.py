@@ -73,7 +73,7 @@ def bench(
         command=command,
         date=date,
         hardware=_hardware(),
-        versions={"python": platform.python_version(), "mingc": __version__, "httpx": version("httpx")},
+        versions=_versions(),
         servers=servers,
         settings=settings,
         runs=tuple(runs),
@@ -256,22 +256,25 @@ def _counters(targets: Sequence[Target]) -> dict[str, float]:
     return dict(found)
 
 
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mingc": __version__, "httpx": version("httpx")}
+    checkout = Path(__file__).parents[2]
+    commit = _output("git", "-C", str(checkout), "rev-parse", "HEAD") if (checkout / ".git").exists() else ""
+    return found | ({"commit": commit} if commit else {})
+
+
+def _output(*command: str) -> str:
+    """What a program writes, without blanks around it; empty where there is none, or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ABOUT_TIMEOUT_S, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def _hardware() -> dict[str, str]:
-    cpu = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.partition(":")[2].strip()
-            for line in cpu.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if cpu.exists()
-        else []
-    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     found = {"cpu": names[0] if names else platform.machine(), "cores": str(os.cpu_count())}
-    if program := shutil.which("nvidia-smi"):
-        answer = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-        gpus = Counter(answer.stdout.split("\n")[:-1]) if answer.returncode == 0 else {}
-        found |= {"gpu": ", ".join(f"{number} × {name}" for name, number in gpus.items())} if gpus else {}
-    return found
+    gpus = Counter(_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines())
+    return found | ({"gpu": ", ".join(f"{number} × {name}" for name, number in gpus.items())} if gpus else {})

@@ -251,16 +251,20 @@ async def ask(
     rate = wishes.model_rate if wishes.model_rate and sound.header_rate else sound.header_rate or sound.rate
     if spoken is not None and sound.kept:
         spoken[request.item.id] = wav_of(b"".join(sound.kept), rate)
+
+    def since(moment: float) -> float:
+        return round(moment - began, 5)  # shorter files
+
     return Sample(
         item=request.item.id,
         server=target.url,
-        scheduled=scheduled - began,
-        sent=sent - began,
-        ended=ended - began,
+        scheduled=since(scheduled),
+        sent=since(sent),
+        ended=since(ended),
         error=error[:500],
         status=seen.status,
-        first_byte=None if seen.first_byte is None else seen.first_byte - began,
-        token_times=tuple(each - began for each in seen.tokens),
+        first_byte=None if seen.first_byte is None else since(seen.first_byte),
+        token_times=tuple(map(since, seen.tokens)),
         text="".join(seen.text),
         prompt_tokens=seen.prompt_tokens,
         output_tokens=seen.output_tokens,
@@ -268,7 +272,7 @@ async def ask(
         stated_audio_s=seen.stated_audio_s,
         fixed_tokens=request.fixed_tokens,
         finish_reason=seen.finish_reason,
-        audio_times=tuple(each - began for each in sound.times),
+        audio_times=tuple(map(since, sound.times)),
         audio_samples=tuple(sound.frames),
         sample_rate=rate if sound.times else 0,
         header_rate=sound.header_rate,

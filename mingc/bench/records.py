@@ -1,6 +1,7 @@
 """What `mingc bench` sends and what it saw, as its JSON file keeps it.
 
-Times of a `Sample` are seconds since the beginning of its `Run`, on a clock that all client processes share.
+Times of a `Sample` are seconds since the beginning of its `Run`, in steps of 10 µs, on a clock that all client
+processes share.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
         command: the command line.
         date: of the beginning, ISO 8601, UTC.
         hardware: of the machine of the clients (`cpu`, `cores`, `gpu` where there is one).
-        versions: of Python, mingc and the HTTP client.
+        versions: of Python, mingc and the HTTP client; `commit` of mingc in a checkout.
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
         scores: of data sets: name → figure → value.
