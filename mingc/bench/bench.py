@@ -11,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
@@ -73,7 +73,7 @@ def bench(
         command=command,
         date=date,
         hardware=_hardware(),
-        versions={"python": platform.python_version(), "mingc": __version__, "httpx": version("httpx")},
+        versions=_versions(),
         servers=servers,
         settings=settings,
         runs=tuple(runs),
@@ -104,6 +104,10 @@ class _Session:
             server_vad=options.server_vad,
             fields=fields,
         )
+        self._transcriber = None
+        if options.transcriber is not None:
+            url = _base(options.transcriber)
+            self._transcriber = Target(url=url, model=_look_at(url, key)["model"], key=key)
         self._servers = [
             Target(url=url, model=options.model or about["model"], key=key) for url, about in servers.items()
         ]
@@ -184,8 +188,9 @@ class _Session:
         first = 0 if own else self._take(path, number or len(due))
         before = _counters(targets)
         run = clients.run(
-            path, load, repeat, targets, source, self._wishes, first=first, count=number, due=due
-        )
+            path, load, repeat, targets, source, self._wishes,
+            first=first, count=number, due=due, transcriber=self._transcriber,
+        )  # fmt: skip
         try:
             after = _counters(targets) if run.is_complete else before
         except KeyboardInterrupt:
@@ -233,7 +238,7 @@ def _look_at(url: str, key: str) -> dict[str, Any]:
 
 def _counters(targets: Sequence[Target]) -> dict[str, float]:
     """Counters of all servers together; those of a server without `/metrics` are missing."""
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for target in targets:
         try:
             answer = httpx.get(
@@ -251,22 +256,25 @@ def _counters(targets: Sequence[Target]) -> dict[str, float]:
     return dict(found)
 
 
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mingc": __version__, "httpx": version("httpx")}
+    checkout = Path(__file__).parents[2]
+    commit = _output("git", "-C", str(checkout), "rev-parse", "HEAD") if (checkout / ".git").exists() else ""
+    return found | ({"commit": commit} if commit else {})
+
+
+def _output(*command: str) -> str:
+    """What a program writes, without blanks around it; empty where there is none, or it fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ABOUT_TIMEOUT_S, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
 def _hardware() -> dict[str, str]:
-    cpu = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.partition(":")[2].strip()
-            for line in cpu.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if cpu.exists()
-        else []
-    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     found = {"cpu": names[0] if names else platform.machine(), "cores": str(os.cpu_count())}
-    if program := shutil.which("nvidia-smi"):
-        answer = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-        )
-        gpus = Counter(answer.stdout.split("\n")[:-1]) if answer.returncode == 0 else {}
-        found |= {"gpu": ", ".join(f"{number} × {name}" for name, number in gpus.items())} if gpus else {}
-    return found
+    gpus = Counter(_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines())
+    return found | ({"gpu": ", ".join(f"{number} × {name}" for name, number in gpus.items())} if gpus else {})

@@ -24,13 +24,14 @@ import soxr
 import websockets
 
 from mingc.bench.records import Item, Sample
-from mingc.bench.sound import Sound, pcm16, read
+from mingc.bench.sound import Sound, pcm16, read, wav_of
 from mingc.server.stages import stages_ms
 
 _ROUTES = {"speech": "/v1/audio/speech", "speech-stream": "/v1/audio/speech"} | {
     "transcription": "/v1/audio/transcriptions"
 }
 _CHAT = "/v1/chat/completions"
+SPEECH = ("speech", "speech-stream")
 _PCM_RATE = 24_000  # OpenAI's definition of raw PCM, in files and sessions
 _TIMEOUT_S = 300.0
 _STEP_S = 0.02  # of sound in one event of a session
@@ -148,14 +149,14 @@ def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
 def build(item: Item, path: str, target: Target, wishes: Wishes) -> Request:
     """Write the request for an item."""
     fields = merged(target.fields[path], wishes.fields)
+    if item.expected is not None and item.messages:  # the model knows where a right answer ends
+        fields = {name: fields[name] for name in fields.keys() - {"ignore_eos", "min_tokens"}}
     if item.max_tokens is not None:
-        fields = {name: item.max_tokens if value == wishes.tokens and "tokens" in name else value
-                  for name, value in fields.items()}  # fmt: skip
-        if item.expected is not None:  # a right answer ends where the model ends it
-            fields = {
-                name: value for name, value in fields.items() if name not in ("ignore_eos", "min_tokens")
-            }
+        lengths = fields.keys() & {"max_tokens", "min_tokens", "max_completion_tokens"}
+        fields |= dict.fromkeys(lengths, item.max_tokens)
     fixed = fields.get("max_tokens") if fields.get("ignore_eos") else None
+    if item.expected is not None:
+        fixed = 0
     if path == "realtime":
         return Request("/v1/realtime", _session(fields, wishes), "", item, path, None, _steps(item.clip))
     if path == "transcription":
@@ -166,6 +167,9 @@ def build(item: Item, path: str, target: Target, wishes: Wishes) -> Request:
         return Request(_ROUTES[path], form.read(), form.headers["content-type"], item, path, None)
     if path in _ROUTES:
         body: dict[str, Any] = {"model": target.model, "input": item.text, **fields}
+        if item.clip:  # as ours, sglang-omni and vllm-omni name them
+            sound = base64.b64encode(item.clip).decode()
+            body |= {"ref_audio": f"data:audio/wav;base64,{sound}", "ref_text": item.clip_text}
     else:
         body = {"model": target.model, "messages": item.messages, **fields}
     return Request(_ROUTES.get(path, _CHAT), msgspec.json.encode(body), "application/json", item, path, fixed)
@@ -185,6 +189,7 @@ class _Seen:
     cached_tokens: int | None = None
     stated_audio_s: float | None = None
     finish_reason: str = ""
+    is_transcript: bool = False
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     def add_text(self, text: str, now: float) -> None:
@@ -210,9 +215,14 @@ async def ask(
     due: float | None,
     began: float,
     wishes: Wishes,
+    spoken: dict[str, bytes] | None = None,
 ) -> Sample:
-    """Send a request now. `due`: when it should have been sent; None: now. `began`: zero of the sample's times."""
-    seen = _Seen(Sound(wishes.model_rate or _PCM_RATE))
+    """Send a request now. `due`: when it should have been sent; None: now. `began`: zero of the sample's times.
+
+    `spoken` gets a sound file of speech whose item has an expected answer, by the item's id.
+    """
+    is_judged = spoken is not None and request.path in SPEECH and request.item.expected is not None
+    seen = _Seen(Sound(wishes.model_rate or _PCM_RATE, keeps=is_judged))
     if request.path == "realtime":
         seen.sound.rate = _PCM_RATE
     sent, error = time.perf_counter(), ""
@@ -239,16 +249,22 @@ async def ask(
     sound = seen.sound
     # What the header says holds where nobody knows better.
     rate = wishes.model_rate if wishes.model_rate and sound.header_rate else sound.header_rate or sound.rate
+    if spoken is not None and sound.kept:
+        spoken[request.item.id] = wav_of(b"".join(sound.kept), rate)
+
+    def since(moment: float) -> float:
+        return round(moment - began, 5)  # shorter files
+
     return Sample(
         item=request.item.id,
         server=target.url,
-        scheduled=scheduled - began,
-        sent=sent - began,
-        ended=ended - began,
+        scheduled=since(scheduled),
+        sent=since(sent),
+        ended=since(ended),
         error=error[:500],
         status=seen.status,
-        first_byte=None if seen.first_byte is None else seen.first_byte - began,
-        token_times=tuple(each - began for each in seen.tokens),
+        first_byte=None if seen.first_byte is None else since(seen.first_byte),
+        token_times=tuple(map(since, seen.tokens)),
         text="".join(seen.text),
         prompt_tokens=seen.prompt_tokens,
         output_tokens=seen.output_tokens,
@@ -256,13 +272,29 @@ async def ask(
         stated_audio_s=seen.stated_audio_s,
         fixed_tokens=request.fixed_tokens,
         finish_reason=seen.finish_reason,
-        audio_times=tuple(each - began for each in sound.times),
+        audio_times=tuple(map(since, sound.times)),
         audio_samples=tuple(sound.frames),
         sample_rate=rate if sound.times else 0,
         header_rate=sound.header_rate,
         audio_digest=sound.digest,
         stages=dict(stages_ms(seen.timings_ms)),
     )
+
+
+async def transcribe(client: httpx.AsyncClient, target: Target, clip: bytes, wishes: Wishes) -> str:
+    """The words of a sound file. Raises: ValueError when the server cannot tell."""
+    asked = Target(
+        url=target.url,
+        model=target.model,
+        key=target.key,
+        fields={"transcription": {"response_format": "json"}},
+    )
+    item = Item(id="transcript", path="transcription", clip=clip)
+    plain = Wishes(tokens=wishes.tokens)
+    sample = await ask(client, asked, build(item, item.path, asked, plain), None, 0.0, plain)
+    if sample.error:
+        raise ValueError(f"the speech cannot be transcribed: {sample.error}")
+    return sample.text
 
 
 async def _post(client: httpx.AsyncClient, request: Request, seen: _Seen) -> None:
@@ -330,8 +362,11 @@ def _read_event(event: Any, now: float, seen: _Seen) -> None:
             _add_sound(content, now, seen)
             continue
         _add_sound(audio.get("data"), now, seen)
-        thought = delta.get("reasoning_content") or delta.get("reasoning")
-        said = content if content is not None else thought or audio.get("transcript")
+        said = content if content is not None else delta.get("reasoning_content") or delta.get("reasoning")
+        if said is None and (seen.is_transcript or not seen.tokens):
+            # OpenAI sends the text of a spoken answer with its sound only, others a second time.
+            said = audio.get("transcript")
+            seen.is_transcript = said is not None
         if said is not None and (said or "role" not in delta):  # the first chunk has only the role
             seen.add_text(said, now)
 

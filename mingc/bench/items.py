@@ -20,6 +20,7 @@ from mingc.bench.sound import read, wav
 
 CLIP_RATE = 16_000
 _SPEECH_SENTENCES = 2
+_SENTENCE_WORDS = 11
 _PAUSE_S = 0.1  # shorter than what ends a turn
 # Sentences of three-sentences.ogg, which espeak-ng spoke: seconds, and their words.
 _SPOKEN = (
@@ -94,7 +95,7 @@ class Synthetic:
         return Item(id=name, path=path, messages=({"role": "user", "content": parts if parts[1:] else text},))
 
     def _prompt(self, draw: random.Random, index: int) -> str:
-        sentences = max(1, round(self.words / 8))
+        sentences = max(1, round(self.words / _SENTENCE_WORDS))
         return f"{_text(draw, index, sentences)} {_QUESTIONS[index % 2]}"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of
+from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of, transcribe
 from mingc.bench.items import Source
 from mingc.bench.records import ClientState, Load, Run, Sample
 from mingc.errors import BenchError
@@ -44,6 +44,7 @@ class Job:
     Attributes:
         queues: of a closed loop: numbers of the items that each client sends one after the other.
         due: of an open loop: seconds after the beginning, and the number of the item.
+        transcriber: writes what was spoken, after the load; None: the server itself.
     """
 
     path: str
@@ -52,6 +53,7 @@ class Job:
     wishes: Wishes
     queues: tuple[tuple[int, ...], ...] = ()
     due: tuple[tuple[float, int], ...] = ()
+    transcriber: Target | None = None
 
 
 def poisson(rate: float, burst: int, duration_s: float, seed: str) -> list[float]:
@@ -104,6 +106,7 @@ class Clients:
         first: int,
         count: int = 0,
         due: Sequence[float] = (),
+        transcriber: Target | None = None,
     ) -> Run:
         """Send one load: `count` requests of its clients, or a request at each of `due`; items count from `first`.
 
@@ -126,16 +129,17 @@ class Clients:
                     wishes=wishes,
                     queues=queues,
                     due=tuple(numbered[place::processes]),
+                    transcriber=transcriber,
                 )
             )
         samples, states, is_complete = list[Sample](), list[tuple[float, float]](), True
-        written = 0
+        written, transcripts = 0, dict[str, dict[str, str]]()
         began = datetime.datetime.now(datetime.UTC)
         start = time.perf_counter()
         try:
             while len(states) < processes:
-                for end in connection.wait(self._ends):
-                    assert isinstance(end, Connection)
+                for ready in connection.wait(self._ends):
+                    end = next(each for each in self._ends if each is ready)
                     kind, value = self._receive(end)
                     if kind == "sample":
                         samples.append(_decode_sample(value))
@@ -146,6 +150,8 @@ class Clients:
                             start = time.perf_counter() + _START_S
                             for each in self._ends:
                                 each.send(start)
+                    elif kind == "transcript":
+                        transcripts.update([value])
                     elif kind == "done":
                         states.append(value)
                     else:
@@ -154,6 +160,7 @@ class Clients:
                         )
         except KeyboardInterrupt:
             is_complete = False
+        samples = [msgspec.structs.replace(each, **transcripts.get(each.item, {})) for each in samples]
         samples.sort(key=lambda each: each.scheduled)
         return Run(
             path=path,
@@ -202,6 +209,7 @@ class _Process:
     def __init__(self, end: Connection) -> None:
         self._end = end
         self._clients: dict[str, httpx.AsyncClient] = {}
+        self._spoken = dict[str, bytes]()
 
     async def serve(self) -> None:
         try:
@@ -238,6 +246,7 @@ class _Process:
         gc.enable()
         gc.unfreeze()
         lags.sort()
+        await self._transcribe(job)
         self._end.send(("done", (min(busy, 1.0), lags[int(0.99 * len(lags))] if lags else 0.0)))
 
     def _build(self, job: Job, number: int) -> tuple[Target, Request]:
@@ -256,8 +265,20 @@ class _Process:
         await self._ask(job, target, request, due, began)
 
     async def _ask(self, job: Job, target: Target, request: Request, due: float | None, began: float) -> None:
-        sample = await ask(self._clients[target.url], target, request, due, began, job.wishes)
+        sample = await ask(self._clients[target.url], target, request, due, began, job.wishes, self._spoken)
         self._end.send(("sample", _encode(sample)))
+
+    async def _transcribe(self, job: Job) -> None:
+        """Send the words of what was spoken and is judged."""
+        by = job.transcriber or job.targets[0]
+        client = self._clients.setdefault(by.url, client_of(by))
+        for item, clip in self._spoken.items():
+            try:
+                found = {"text": await transcribe(client, by, clip, job.wishes)}
+            except ValueError as error:
+                found = {"error": str(error)}
+            self._end.send(("transcript", (item, found)))
+        self._spoken.clear()
 
 
 async def _watch_lag(lags: list[float]) -> None:

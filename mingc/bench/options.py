@@ -52,6 +52,10 @@ class BenchOptions:
         False, "--server-vad", group=_WHAT,
         help="The server finds the end of a spoken turn, and its silence counts; otherwise the client says it.",
     )  # fmt: skip
+    transcriber: str | None = option(
+        None, "--transcriber", group=_WHAT, metavar="URL", shown_default="the server",
+        help="Server that writes what was spoken, where a data set wants speech to be right.",
+    )  # fmt: skip
     sample_rate: int | None = option(
         None, "--sample-rate", least=1, group=_WHAT, shown_default="44100 for a Ming, else as headers say",
         help="Hz of the model's voice, with which headers are compared.",

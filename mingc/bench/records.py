@@ -1,6 +1,7 @@
 """What `mingc bench` sends and what it saw, as its JSON file keeps it.
 
-Times of a `Sample` are seconds since the beginning of its `Run`, on a clock that all client processes share.
+Times of a `Sample` are seconds since the beginning of its `Run`, in steps of 10 µs, on a clock that all client
+processes share.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         status: HTTP status; 0: there was no response.
         first_byte: when the first byte of the body came.
         token_times: when each piece of text came.
-        text: the answer, or the transcript of what was spoken.
+        text: the answer; of speech whose item has an expected answer, its transcript.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them; None: it does not say.
         stated_audio_s: seconds of speech as the server counts them (usage); None: it does not say.
-        fixed_tokens: number of tokens that was asked for; None: as many as the model wants.
+        fixed_tokens: number of tokens that was asked for; 0: as many as a right answer needs; None: the server takes no
+            number.
         finish_reason: as the server says.
         audio_times: when each chunk of sound came.
         audio_samples: sample frames in each of these chunks.
@@ -178,7 +180,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
         command: the command line.
         date: of the beginning, ISO 8601, UTC.
         hardware: of the machine of the clients (`cpu`, `cores`, `gpu` where there is one).
-        versions: of Python, mingc and the HTTP client.
+        versions: of Python, mingc and the HTTP client; `commit` of mingc in a checkout.
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
         scores: of data sets: name → figure → value.

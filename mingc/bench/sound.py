@@ -24,12 +24,15 @@ class Sound:
         header_rate: that of the last header; None: there was none.
         times: when each chunk came.
         frames: sample frames in each of them.
+        kept: their bytes, if `keeps`.
     """
 
     rate: int
     header_rate: int | None = None
     times: list[float] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
+    kept: list[bytes] = field(default_factory=list)
+    keeps: bool = False
     _frame_bytes: int = 2
     _held: bytes = b""  # half a header, or half a frame
     _left: int | None = None  # bytes of the `data` chunk to come; None: any number
@@ -39,6 +42,9 @@ class Sound:
         """Count a chunk that came at `now`. Raises: ValueError when it is a file of another kind than WAV."""
         data = self._held + data
         self._held = b""
+        if len(data) < 4 and not self.times and b"RIFF".startswith(data):
+            self._held = data
+            return
         if data[:4] == b"RIFF":
             header = _read_header(data)
             if header is None:
@@ -58,6 +64,8 @@ class Sound:
             self.times.append(now)
             self.frames.append(whole // self._frame_bytes)
             self._hash.update(data)
+            if self.keeps:
+                self.kept.append(data)
 
     @property
     def digest(self) -> str:
@@ -84,13 +92,17 @@ def _read_header(data: bytes) -> tuple[int, int, int | None, int] | None:
 
 def wav(samples: NDArray[np.floating], rate: int) -> bytes:
     """A WAV file of mono samples from −1 to 1, 16 bits."""
-    pcm = pcm16(samples)
+    return wav_of(pcm16(samples), rate)
+
+
+def wav_of(pcm: bytes, rate: int) -> bytes:
+    """The same of samples of 16 bits."""
     head = struct.pack("<4sI8sIHHIIHH", b"RIFF", 36 + len(pcm), b"WAVEfmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
     return head + b"data" + len(pcm).to_bytes(4, "little") + pcm
 
 
 def pcm16(samples: NDArray[np.floating]) -> bytes:
-    return np.rint(32767 * np.clip(samples, -1, 1)).astype("<i2").tobytes()
+    return bytes(np.rint(32767 * np.clip(samples, -1, 1)).astype("<i2").tobytes())
 
 
 def read(file: bytes) -> tuple[NDArray[np.float32], int]:

@@ -144,7 +144,7 @@ def _lengths(samples: Sequence[Sample], runs: Runs) -> Iterator[str]:
     fixed = {each.fixed_tokens for each in samples}
     asked = fixed.pop() if len(fixed) == 1 else None
     low, high = min(counts), max(counts)
-    if asked is not None and (low, high) != (asked, asked):
+    if asked and (low, high) != (asked, asked):
         yield f"answers have {low} to {high} tokens, all were asked for {asked}: the server ignores `ignore_eos`"
     elif asked is None and low != high:
         yield f"no length is fixed: answers have {low} to {high} tokens, so times of whole answers do not compare"
@@ -192,7 +192,7 @@ def _flat(groups: Sequence[Group]) -> Iterator[str]:
             statistics.mean(sum(not each.error for each in run.samples) / run.wall_s for run in runs),
         )
         for _, load, samples, runs in groups
-        if load.kind == "closed" and samples
+        if load.kind == "closed" and len(samples) >= load.concurrency * len(runs)
     )
     for (few, slow), (many, fast) in itertools.pairwise(rates):
         if many >= 2 * few and fast < _FLAT * slow:

@@ -18,7 +18,7 @@ STAGES = {
 
 def stages_ms(timings_ms: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """The stages that a request had, and how long each took."""
-    moments = {None: 0.0, **timings_ms}
+    moments: dict[str | None, float] = {None: 0.0, **timings_ms}
     for stage, (begin, end) in STAGES.items():
         if begin in moments and end in moments:
             yield stage, max(0.0, moments[end] - moments[begin])

@@ -7,19 +7,20 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from stand_in_server import CHUNK, CHUNKS, RATE, stand_in
+from stand_in_server import CHUNK, CHUNKS, RATE, stand_in, wav
 
 from mingc.bench.bench import bench
 from mingc.bench.load import poisson
 from mingc.bench.options import BenchOptions
 from mingc.bench.paths import PATHS
-from mingc.bench.records import BenchFile, ClientState, Load, Run, Sample, encode, read
+from mingc.bench.records import BenchFile, ClientState, Item, Load, Run, Sample, encode, read
 from mingc.bench.traps import find_traps
 from mingc.errors import BenchError, ConfigError
 
@@ -249,3 +250,56 @@ def test_a_server_that_is_not_there_is_named() -> None:
         measure("ftp://x")
     with stand_in() as (url, _), pytest.raises(BenchError, match="status 404"):
         measure(f"{url}/nowhere", paths=("text",))
+
+
+def test_speech_of_a_data_set_is_transcribed_after_the_load() -> None:
+    """By another server; its voice is that of the item's clip. Texts are as long as the model wants."""
+    items = [
+        Item(id="a", path="speech", text="one", clip=wav(b"\0\0", 16_000), clip_text="so", expected="one"),
+        Item(
+            id="b", path="text", messages=({"role": "user", "content": "two"},), expected="2", max_tokens=40
+        ),
+    ]
+    asked = BenchOptions(concurrency=(1, 2), repeats=1, tokens=12)
+    with stand_in() as (url, server), stand_in() as (other, transcriber):
+        asked = replace(asked, transcriber=other)
+        file = bench((url,), asked, lambda *_: None, command="", items=items)
+        bodies = server.bodies
+    assert [(run.path, [each.item for each in run.samples]) for run in file.runs] == [
+        ("speech", ["a"]),
+        ("speech", ["a"]),
+        ("text", ["b"]),
+        ("text", ["b"]),
+    ]
+    spoken, text = file.runs[0].samples[0], file.runs[2].samples[0]
+    assert (
+        spoken.text == f"a clip of {44 + 2 * CHUNKS * CHUNK} bytes was heard here"
+        and len(transcriber.bodies) == 2
+    )
+    assert (text.fixed_tokens, text.output_tokens) == (0, 5 + len(json.dumps([*items[1].messages])) % 7)
+    voices = [each for each in bodies if each.get("ref_text") == "so"]
+    assert [each["ref_audio"].partition(",")[0] for each in voices] == ["data:audio/wav;base64"] * 2
+    # Two loads had the same items.
+    assert traps(file) == {"repeated"}
+
+
+def test_the_length_of_a_sound_is_compared_with_what_the_server_says() -> None:
+    sample = Sample(item="a", server="", scheduled=0, sent=0, ended=1, audio_times=(0.5,), audio_samples=(44_100,),
+                    sample_rate=24_000, header_rate=24_000, stated_audio_s=1.0)  # fmt: skip
+    idle = ClientState(num_processes=1, busy=0.0, lag_s=0.0, clock_s=0.0)
+    load = Load(kind="closed", concurrency=1)
+    run = Run(path="speech", load=load, repeat=0, began="", wall_s=1, samples=(sample,), client=idle)
+    (found,) = find_traps([run])
+    assert found.trap == "header" and "the ratio is 1.84" in found.message
+    long = msgspec.structs.replace(sample, item="b", sample_rate=44_100, header_rate=44_100, audio_samples=(88_200,),
+                                   stated_audio_s=None)  # fmt: skip
+    short = msgspec.structs.replace(long, item="c", audio_samples=(44_100,))
+    runs = [
+        msgspec.structs.replace(
+            run, load=Load(kind="closed", concurrency=many), samples=(each,), wall_s=1 / many
+        )
+        for many, each in ((1, long), (2, short))
+    ]
+    assert [(each.trap, "2.0 s (c=1), 1.0 s (c=2)" in each.message) for each in find_traps(runs)] == [
+        ("lengths", True)
+    ]

@@ -139,7 +139,7 @@ class StandIn:
             if self.shape == "vllm":
                 yield self._chunk({"content": encoded}, modality="audio")
             else:
-                yield self._chunk({"audio": {"data": encoded}})
+                yield self._chunk({"audio": {"data": encoded, "transcript": "again "}})
             await self._pause(STEP_S)
 
     # Speech
