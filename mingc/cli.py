@@ -24,6 +24,7 @@ COMMANDS = (
     "draw",
     "verify",
     "probe",
+    "bench",
     "bundle",
     "voices",
     "doctor",

@@ -71,14 +71,15 @@ def command(
     asked = ProbeOptions(**options)
 
     from mingc.console.report import show
+    from mingc.console.report_page import check_output_path
     from mingc.probe.baseline import read_baseline
-    from mingc.probe.html_report import check_path, write_html
+    from mingc.probe.html_report import write_html
     from mingc.probe.prober import probe
 
     earlier = read_baseline(baseline) if baseline is not None else None
     for path, name in ((html, "--html"), (trace, "--trace")):
         if path is not None:
-            check_path(path, name)
+            check_output_path(path, name)
     with ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.synthetic.probe import probe_folder, synthetic_recipe

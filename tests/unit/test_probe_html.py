@@ -7,19 +7,19 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from chromium import BROWSER, browse
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import EngineCost
+from mingc.console.report_page import check_output_path
 from mingc.errors import ConfigError
 from mingc.probe import html_report
-from mingc.probe.html_report import check_path, page, write_html
+from mingc.probe.html_report import page, write_html
 from mingc.probe.report import (
     CacheRate,
     EngineFigures,
@@ -37,9 +37,6 @@ from mingc.probe.report import (
 )
 
 HOSTILE = '<script>alert(1)</script> & "quoted" \'\x00\x1b[31m\udcff'
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if BROWSER is not None and subprocess.run([BROWSER, "--version"], capture_output=True).returncode:
-    BROWSER = None  # it does not start on this machine
 RATES = PeakRates(
     device="A CPU",
     copy_tb_s=0.009,
@@ -242,10 +239,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    check_path(tmp_path / "probe.html", "--html")
+    check_output_path(tmp_path / "probe.html", "--html")
     for path in (tmp_path, tmp_path / "none" / "probe.html"):
         with pytest.raises(ConfigError) as caught:
-            check_path(path, "--html")
+            check_output_path(path, "--html")
         assert caught.value.where == "--html" and str(path) in caught.value.message
 
 
@@ -266,32 +263,6 @@ document.title = JSON.stringify({charts: document.querySelectorAll("svg").length
   heads: [...document.querySelectorAll("h2")].map((each) => each.textContent),
   points: document.querySelectorAll("circle").length, width: document.documentElement.scrollWidth});
 </script>"""
-
-
-def browse(path: Path, folder: Path) -> tuple[str, str]:
-    """The document as headless Chromium has it after loading, and what it logged."""
-    assert BROWSER is not None
-    words = (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        # A new profile would ask for updates and a default search engine first, which takes time and a network.
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-quic",
-        "--disable-sync",
-        "--window-size=1200,900",
-        "--enable-logging=stderr",
-    )
-    done = subprocess.run(
-        [BROWSER, *words, f"--user-data-dir={folder}", "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, done.stderr
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
