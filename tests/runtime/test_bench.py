@@ -197,12 +197,16 @@ def test_an_answer_that_fails_is_no_figure_and_is_named() -> None:
     assert any(each.trap == "failed" and "3 of 4" in each.message for each in file.findings)
 
 
-def test_an_answer_of_another_shape_is_named_and_paths_that_a_server_lacks_are_left_out() -> None:
+def test_an_answer_of_another_shape_is_named_and_paths_that_a_server_lacks_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with stand_in(fault="failed") as (url, _), pytest.raises(BenchError, match="another shape than OpenAI"):
         measure(url, paths=("text",))
     with run_server(lambda: FakeService(TEXT_ONLY)) as url:
         file = measure(url, concurrency=(1,), rounds=1)
     assert [run.path for run in file.runs] == ["text"]
+    left_out = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "is left out" in line]
+    assert left_out == [each for each in PATHS if each != "text"]
 
 
 def test_a_turn_that_the_server_ends_counts_from_the_last_word() -> None:
