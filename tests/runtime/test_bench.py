@@ -49,10 +49,13 @@ def traps(file: BenchFile) -> set[str]:
     return {each.trap for each in file.findings} - _OF_THE_MACHINE
 
 
-@pytest.mark.parametrize("paths", [tuple(each for each in PATHS if each != "realtime"), ("realtime",)])
-def test_every_path_of_a_good_server_is_measured_and_nothing_is_found(paths: tuple[str, ...]) -> None:
-    loads = (2,) if "realtime" in paths else (1, 3)  # turns last as long as they are spoken
-    rounds = 1 if "realtime" in paths else 2
+@pytest.mark.parametrize(
+    ("paths", "loads", "rounds"),
+    [(("text",), (1, 3), 2), (tuple(each for each in PATHS if each != "text"), (2,), 1)],
+)
+def test_every_path_of_a_good_server_is_measured_and_nothing_is_found(
+    paths: tuple[str, ...], loads: tuple[int, ...], rounds: int
+) -> None:
     with stand_in() as (url, server):
         file = measure(url, paths=paths, concurrency=loads, rounds=rounds)
     assert [(run.path, run.load.concurrency) for run in file.runs] == [*itertools.product(paths, loads)]
