@@ -1,0 +1,1 @@
+"""Clients that load any OpenAI-compatible server, and what they saw."""
