@@ -63,13 +63,14 @@ def command(
     asked = ProbeOptions(**options)
 
     from mingc.console.report import show
+    from mingc.console.report_page import check_output_path
     from mingc.probe.baseline import read_baseline
-    from mingc.probe.html_report import check_html_path, write_html
+    from mingc.probe.html_report import write_html
     from mingc.probe.prober import probe
 
     earlier = read_baseline(baseline) if baseline is not None else None
     if html is not None:
-        check_html_path(html)
+        check_output_path(html, "--html")
     with ExitStack() as stack:
         if synthetic is not None:
             from mingc.export.synthetic.probe import probe_folder, synthetic_recipe

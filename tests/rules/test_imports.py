@@ -324,6 +324,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.probe": (
         "mingc",
         "mingc.artifacts",
+        "mingc.console",
         "mingc.dtypes",
         "mingc.errors",
         "mingc.host.machine",

@@ -17,9 +17,10 @@ import pytest
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import EngineCost
+from mingc.console.report_page import check_output_path
 from mingc.errors import ConfigError
 from mingc.probe import html_report
-from mingc.probe.html_report import check_html_path, page, write_html
+from mingc.probe.html_report import page, write_html
 from mingc.probe.report import (
     CacheRate,
     EngineFigures,
@@ -236,10 +237,10 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    check_html_path(tmp_path / "probe.html")
+    check_output_path(tmp_path / "probe.html", "--html")
     for path in (tmp_path, tmp_path / "none" / "probe.html"):
         with pytest.raises(ConfigError) as caught:
-            check_html_path(path)
+            check_output_path(path, "--html")
         assert caught.value.where == "--html" and str(path) in caught.value.message
 
 
