@@ -23,6 +23,7 @@ COMMANDS = (
     "serve",
     "verify",
     "probe",
+    "audit",
     "bundle",
     "voices",
     "doctor",
