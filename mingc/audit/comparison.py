@@ -84,13 +84,13 @@ def faults(each: Measured) -> dict[str, str]:
     if not each.is_finite:
         found["values"] = "samples are not numbers"
         return found
-    for stated, who in ((sound.stated_s, "its header"), (sound.counted_s, "the server's usage")):
-        if stated is not None and abs(stated - sound.duration_s) > 0.05 + 0.02 * stated:
-            rate = _usual_rate(sound.hz, stated / sound.duration_s) if sound.duration_s else None
-            found["length"] = (
-                f"{who} says {stated:.2f} s, its samples at {sound.hz} Hz last {sound.duration_s:.2f} s"
-                + (f": they were made at {rate} Hz" if rate is not None else "")
-            )
+    length = f"its samples at {sound.hz} Hz last {sound.duration_s:.2f} s"
+    if _is_other_length(sound.stated_s, sound.duration_s):
+        found["length"] = f"its header says {sound.stated_s:.2f} s, {length}"
+    if sound.counted_s is not None and _is_other_length(sound.counted_s, sound.duration_s):
+        rate = _usual_rate(sound.hz, sound.counted_s / sound.duration_s) if sound.duration_s else None
+        made = "" if rate is None else f": they were made at {rate} Hz"
+        found["header"] = f"the server counted {sound.counted_s:.2f} s, {length}{made}"
     if each.loudness_lufs is None or each.loudness_lufs < _QUIETEST_LUFS:
         level = "none" if each.loudness_lufs is None else f"{each.loudness_lufs:.1f} LUFS"
         found["silence"] = f"no speech is heard: loudness {level}, RMS {each.rms:.2g}"
@@ -125,6 +125,10 @@ def faults(each: Measured) -> dict[str, str]:
     return found
 
 
+def _is_other_length(told_s: float | None, found_s: float) -> bool:
+    return told_s is not None and abs(told_s - found_s) > 0.05 + 0.02 * told_s
+
+
 def _usual_rate(hz: int, ratio: float) -> int | None:
     """The usual rate at which samples in a file of rate `hz` last `ratio` times as long as they do."""
     near = (rate for rate in _RATES_HZ if rate != hz and ratio and abs(hz / rate / ratio - 1) < 0.03)
@@ -154,9 +158,11 @@ def header_fault(a: Sequence[Measured], b: Sequence[Measured]) -> str | None:
         for label, rate in (("B", _usual_rate(other_hz, slower)), ("A", _usual_rate(hz, 1 / slower)))
         if rate is not None
     ]
+    if not fits:
+        return None
     return (
         f"header: B is {1 / slower:.2f} times as long as A and {slower:.2f} times as high, so the header of one has "
-        f"another rate than its samples (A {hz} Hz, B {other_hz} Hz; {' or '.join(fits) or 'no usual rate fits'})"
+        f"another rate than its samples (A {hz} Hz, B {other_hz} Hz; {' or '.join(fits)})"
     )
 
 

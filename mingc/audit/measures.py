@@ -145,7 +145,7 @@ def loudness_lufs(samples: Wave, hz: int) -> float | None:
         source.push(frame)
         while True:
             try:
-                found = float(sink.pull().metadata["lavfi.r128.I"])
+                found = float(sink.pull().metadata.get("lavfi.r128.I", found))
             except (av.error.BlockingIOError, av.error.EOFError):
                 break
     return found if found > -70 else None  # the gate of the standard

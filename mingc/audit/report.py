@@ -7,6 +7,7 @@ from typing import Literal
 
 Verdict = Literal["equivalent", "intelligible", "different", "good", "bad"]
 Outcome = Literal["good", "bad", "skipped", "noted"]
+_JSON_ONLY = {"shown": False}  # and in the page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class Check:
     where: str
     outcome: Outcome
     found: str
-    expected: str = ""
+    expected: str = field(default="", metadata=_JSON_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,27 +49,27 @@ class FigureRow:
 class SoundRow:
     """Figures of one sound; None: it has no such figure."""
 
-    group: str
     name: str
+    group: str
     sample_rate: int
     duration_s: float
     loudness_lufs: float | None
-    rms: float
-    peak: float
+    rms: float = field(metadata=_JSON_ONLY)
+    peak: float = field(metadata=_JSON_ONLY)
     clipped: float
-    longest_pause_s: float
+    longest_pause_s: float = field(metadata=_JSON_ONLY)
     centroid_hz: float
-    bandwidth_hz: float
+    bandwidth_hz: float = field(metadata=_JSON_ONLY)
     f0_hz: float | None
-    f0_range_semitones: float | None
+    f0_range_semitones: float | None = field(metadata=_JSON_ONLY)
     s_per_character: float | None
     error_rate: float | None
-    drift_timbre_db: float | None
-    drift_loudness_lu: float | None
-    drift_pitch_semitones: float | None
-    drift_speaker: float | None
-    text: str = field(metadata={"shown": False})
-    transcript: str | None = field(metadata={"shown": False})
+    drift_timbre_db: float | None = field(metadata=_JSON_ONLY)
+    drift_loudness_lu: float | None = field(metadata=_JSON_ONLY)
+    drift_pitch_semitones: float | None = field(metadata=_JSON_ONLY)
+    drift_speaker: float | None = field(metadata=_JSON_ONLY)
+    text: str = field(metadata=_JSON_ONLY)
+    transcript: str | None = field(metadata=_JSON_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,19 +135,23 @@ def _speech_checks(found: Collected) -> Iterator[Check]:
     for each in found.long:
         groups[each.sound.utterance] = [each]
     for name, group in groups.items():
-        wrong = [f"{each.sound.name}: {why}" for each in group for why in faults(each).values()]
+        kinds: dict[str, list[str]] = {}
+        for each in group:
+            for kind, why in faults(each).items():
+                kinds.setdefault(kind, []).append(f"{each.sound.name}: {why}")
+        wrong = [
+            f"{kind}: {len(all_of_it)} of {len(group)}, {all_of_it[0]}" for kind, all_of_it in kinds.items()
+        ]
         rates = {each.sound.hz for each in group}
         if found.sample_rate is not None and rates != {found.sample_rate}:
-            wrong.insert(
-                0, f"files have {sorted(rates)} Hz, the server's list of models says {found.sample_rate}"
+            wrong.append(
+                f"header: files have {sorted(rates)} Hz, the list of models says {found.sample_rate}"
             )
         yield Check(
             name=f"speech {name}",
             where=found.name,
             outcome="bad" if wrong else "good",
-            found="; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-            if wrong
-            else _summary(group),
+            found="; ".join(wrong) or _summary(group),
             expected="the words, at the pace and level of speech",
         )
     spoken = [each for each in found.sentences if each.sound.text]
