@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mingc.audit.comparison import judge, sound_row
+from mingc.audit.comparison import judge
 from mingc.audit.measures import Embed, Measured
-from mingc.audit.report import AuditReport
+from mingc.audit.report import AuditReport, SoundRow
 from mingc.audit.self_audit import Collected, Speaking, collect, heard, judge_servers
 from mingc.audit.server import Transcribe, is_url, served, transcriber
 from mingc.audit.sounds import Sound, read_group
@@ -73,7 +73,17 @@ def audit(a: str, b: str | None, wishes: Wishes, log: Log) -> tuple[AuditReport,
         groups=named,
         figures=judged.figures,
         checks=judged.checks,
-        sounds=tuple(sound_row(each, label) for label, group in groups.items() for each in group),
+        sounds=tuple(
+            SoundRow(
+                name=each.sound.name,
+                group=label,
+                text=each.sound.text,
+                transcript=each.transcript,
+                figures=each.figures,
+            )
+            for label, group in groups.items()
+            for each in group
+        ),
         command=wishes.command,
     )
     return report, groups

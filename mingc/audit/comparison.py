@@ -15,15 +15,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from mingc.audit.measures import Measured, aligned_distance_db, semitones
-from mingc.audit.report import Check, FigureRow, SoundRow, Verdict
+from mingc.audit.measures import DRIFT, Measured, aligned_distance_db, semitones
+from mingc.audit.report import Check, FigureRow, Verdict
 
 YARDSTICK = 1.5  # distances across may be so many times those within
 MAX_ERROR_RATE = 0.1  # of words, or characters of Chinese: still intelligible
 _MOST_CLIPPED = 1e-4
 _QUIETEST_LUFS, _LOUDEST_LUFS = -45.0, -6.0
 _LONGEST_PAUSE_S = 2.0
-_DRIFT_DB, _DRIFT_LU, _DRIFT_SEMITONES, _DRIFT_SPEAKER = 8.0, 6.0, 3.0, 0.5
+_MOST_DRIFT = dict(zip(DRIFT, (8.0, 6.0, 3.0, 0.5), strict=True))
 _RATES_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
 _HAN = re.compile("[\u3400-\u9fff]")
 # Seconds of speech per letter, digit or ideograph. Published speech of this model: 0.1 (docs/first-run.md).
@@ -93,7 +93,7 @@ def faults(each: Measured) -> dict[str, str]:
         found["header"] = f"the server counted {sound.counted_s:.2f} s, {length}{made}"
     if each.loudness_lufs is None or each.loudness_lufs < _QUIETEST_LUFS:
         level = "none" if each.loudness_lufs is None else f"{each.loudness_lufs:.1f} LUFS"
-        found["silence"] = f"no speech is heard: loudness {level}, RMS {each.rms:.2g}"
+        found["silence"] = f"no speech is heard: loudness {level}"
     elif each.loudness_lufs > _LOUDEST_LUFS:
         found["loudness"] = (
             f"{each.loudness_lufs:.1f} LUFS is louder than speech ({_LOUDEST_LUFS:.0f} at most)"
@@ -110,18 +110,11 @@ def faults(each: Measured) -> dict[str, str]:
             found["pace"] = f"{pace:.3f} s per character; {low} to {high} is speech"
     if each.error_rate is not None and each.error_rate > MAX_ERROR_RATE:
         found["words"] = f"error rate {each.error_rate:.0%}: heard as {each.transcript or 'nothing'!r}"
-    drift = each.drift
-    if drift is not None and "silence" not in found:
-        for value, limit, words in (
-            (drift.timbre_db, _DRIFT_DB, "dB of timbre"),
-            (drift.loudness_lu, _DRIFT_LU, "LU"),
-            (drift.pitch_semitones, _DRIFT_SEMITONES, "semitones"),
-            (drift.speaker, _DRIFT_SPEAKER, "of the speaker's vector"),
-        ):
-            if value is not None and abs(value) > limit:
-                found["drift"] = (
-                    f"the last third differs from the first by {value:.2g} {words}; {limit:g} allowed"
-                )
+    for name, value in each.drift.items() if "silence" not in found else ():
+        if abs(value) > _MOST_DRIFT[name]:
+            found["drift"] = (
+                f"from the first to the last third: {name} {value:.2g}, {_MOST_DRIFT[name]:g} allowed"
+            )
     return found
 
 
@@ -139,17 +132,16 @@ def header_fault(a: Sequence[Measured], b: Sequence[Measured]) -> str | None:
     """Find a wrong rate in the header of B by A: slower and deeper (or faster and higher) by the same ratio."""
     pairs = _alike(product(a, b))
     slower = _median(one.sound.duration_s / other.sound.duration_s for one, other in pairs)
-    brighter = _median(
-        one.centroid_hz / other.centroid_hz for one, other in pairs if one.centroid_hz and other.centroid_hz
-    )
-    higher = _median(
-        one.f0_median_hz / other.f0_median_hz
-        for one, other in pairs
-        if one.f0_median_hz and other.f0_median_hz
-    )
+    ratios = [
+        _median(one / other for one, other in values if one and other)
+        for values in (
+            [(one.f0_median_hz, other.f0_median_hz) for one, other in pairs],
+            [(one.centroid_hz, other.centroid_hz) for one, other in pairs],
+        )
+    ]
     if slower is None or abs(math.log(slower)) < 0.06:
         return None
-    for spectrum in (higher, brighter):
+    for spectrum in ratios:
         if spectrum is None or abs(math.log(slower * spectrum)) > 0.05 + 0.1 * abs(math.log(slower)):
             return None
     hz, other_hz = a[0].sound.hz, b[0].sound.hz
@@ -172,14 +164,9 @@ def _median(values: Iterable[float]) -> float | None:
 
 
 def _alike(pairs: Iterable[tuple[Measured, Measured]]) -> list[tuple[Measured, Measured]]:
-    """Pairs of the same utterance."""
-    return [
-        (one, other)
-        for one, other in pairs
-        if one.sound.utterance == other.sound.utterance
-        and len(one.sound.samples)
-        and len(other.sound.samples)
-    ]
+    """Pairs of the same utterance that have samples."""
+    alike = [pair for pair in pairs if pair[0].sound.utterance == pair[1].sound.utterance]
+    return [pair for pair in alike if all(each.is_finite and len(each.sound.samples) for each in pair)]
 
 
 def distances(a: Sequence[Measured], b: Sequence[Measured]) -> tuple[FigureRow, ...]:
@@ -227,7 +214,9 @@ def judge(a: Sequence[Measured], b: Sequence[Measured]) -> Judgement:
         reasons.insert(0, wrong_rate)
     figures = distances(a, b)
     off = _off(figures, [sorted({each.sound.hz for each in group}) for group in (a, b)])
-    if all(row.within is None for row in figures):
+    if not figures:
+        reasons.append("no two sounds can be compared")
+    elif all(row.within is None for row in figures):
         notes.append("nothing is repeated, so fixed limits hold: give repetitions for a yardstick")
     words, is_intelligible = _words(a, b)
     if is_intelligible is False:
@@ -287,31 +276,3 @@ def _words(a: Sequence[Measured], b: Sequence[Measured]) -> tuple[str, bool | No
     means = [float(np.mean(each)) for each in rates]
     are_good = max(means) <= MAX_ERROR_RATE and abs(means[0] - means[1]) <= MAX_ERROR_RATE / 2
     return f"error rate of words: {means[0]:.1%} in A, {means[1]:.1%} in B", are_good
-
-
-def sound_row(each: Measured, group: str) -> SoundRow:
-    """All figures of a sound for the report."""
-    sound, drift = each.sound, each.drift
-    return SoundRow(
-        group=group,
-        name=sound.name,
-        sample_rate=sound.hz,
-        duration_s=sound.duration_s,
-        loudness_lufs=each.loudness_lufs,
-        rms=each.rms,
-        peak=each.peak,
-        clipped=each.clipped,
-        longest_pause_s=max(each.pauses_s),
-        centroid_hz=each.centroid_hz,
-        bandwidth_hz=each.bandwidth_hz,
-        f0_hz=each.f0_median_hz,
-        f0_range_semitones=each.f0_range_semitones,
-        s_per_character=each.seconds_per_character,
-        error_rate=each.error_rate,
-        drift_timbre_db=None if drift is None else drift.timbre_db,
-        drift_loudness_lu=None if drift is None else drift.loudness_lu,
-        drift_pitch_semitones=None if drift is None else drift.pitch_semitones,
-        drift_speaker=None if drift is None else drift.speaker,
-        text=sound.text,
-        transcript=each.transcript,
-    )

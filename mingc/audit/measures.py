@@ -14,7 +14,7 @@ from av.filter import Graph
 from numpy.typing import NDArray
 
 from mingc.audit.sounds import Sound, Wave, frames
-from mingc.media.dsp.audio_comparison import RANGE_DB, centroid_hz, mel_power, peak, power_spectra, rms
+from mingc.media.dsp.audio_comparison import RANGE_DB, centroid_hz, mel_power, peak, rms
 from mingc.media.dsp.resample import resample
 
 Floats = NDArray[np.float64]
@@ -28,24 +28,9 @@ _UNVOICED = 0.15  # of the normalised difference; the threshold of the YIN paper
 _CLIPPED, _CLIPPED_RUN = 0.999, 3
 _QUIET_DB = -45.0  # below the loudest 20 ms: a pause
 _PAUSE_S = 0.02
+DRIFT = ("drift_timbre_db", "drift_loudness_lu", "drift_pitch_semitones", "drift_speaker")
 LONG_S = 12.0  # from here on a sound is long enough to drift
 _MOST_FRAMES = 1500  # of an alignment
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drift:
-    """What changes from the first to the last third of a long sound.
-
-    Attributes:
-        timbre_db: root mean square difference of mean log-mel spectra, levels removed.
-        loudness_lu, pitch_semitones: last less first; None where a third has no loudness or pitch.
-        speaker: cosine distance of speaker vectors; None without a speaker network.
-    """
-
-    timbre_db: float
-    loudness_lu: float | None
-    pitch_semitones: float | None
-    speaker: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +49,6 @@ class Measured:
     @cached_property
     def loudness_lufs(self) -> float | None:
         return loudness_lufs(self.sound.samples, self.sound.hz)
-
-    @cached_property
-    def rms(self) -> float:
-        return rms(self.sound.samples)
-
-    @cached_property
-    def peak(self) -> float:
-        return peak(self.sound.samples)
 
     @cached_property
     def centroid_hz(self) -> float:
@@ -105,11 +82,6 @@ class Measured:
         return semitones(high, low)
 
     @cached_property
-    def bandwidth_hz(self) -> float:
-        """Highest frequency whose long-term power is within 60 dB of the loudest; 0 for silence."""
-        return bandwidth_hz(self.sound.samples, self.sound.hz)
-
-    @cached_property
     def levels_db(self) -> Floats:
         """(T, 40) log-mel at 24,000 Hz, of which the loudest value is 0."""
         return mel_levels_db(self.sound.samples, self.sound.hz)
@@ -120,11 +92,34 @@ class Measured:
         return self.sound.duration_s / letters if letters else None
 
     @cached_property
-    def drift(self) -> Drift | None:
-        """None for a short sound."""
+    def drift(self) -> dict[str, float]:
+        """Empty for a short sound; otherwise as the function `drift` returns it."""
         if self.sound.duration_s < LONG_S or not self.is_finite:
-            return None
+            return {}
         return drift(self.sound.samples, self.sound.hz, self.embed)
+
+    @cached_property
+    def figures(self) -> dict[str, float | None]:
+        """All figures by name and unit, for a report."""
+        samples = self.sound.samples
+        found = {
+            "sample_rate": self.sound.hz,
+            "duration_s": self.sound.duration_s,
+            "loudness_lufs": self.loudness_lufs,
+            "rms": rms(samples),
+            "peak": peak(samples),
+            "clipped": self.clipped,
+            "longest_pause_s": max(self.pauses_s),
+            "centroid_hz": self.centroid_hz,
+            "f0_hz": self.f0_median_hz,
+            "f0_range_semitones": self.f0_range_semitones,
+            "s_per_character": self.seconds_per_character,
+            "error_rate": self.error_rate,
+            **{name: self.drift.get(name) for name in DRIFT},
+        }
+        return {
+            name: value if value is None or math.isfinite(value) else None for name, value in found.items()
+        }
 
 
 def loudness_lufs(samples: Wave, hz: int) -> float | None:
@@ -213,15 +208,6 @@ def f0_hz(samples: Wave, hz: int) -> Floats:
     return np.array(found)
 
 
-def bandwidth_hz(samples: Wave, hz: int) -> float:
-    """Highest frequency whose long-term power is within 60 dB of the loudest; 0 for silence."""
-    power = power_spectra(np.nan_to_num(samples), hz).mean(0)
-    if not power.max():
-        return 0.0
-    top = int(np.flatnonzero(power > power.max() * 1e-6)[-1])
-    return top * hz / 2 / (len(power) - 1)
-
-
 def mel_levels_db(samples: Wave, hz: int) -> Floats:
     """(T, 40) decibels of mel bands, from -60 to 0 of the loudest value; all -60 for silence."""
     wave = resample(np.nan_to_num(samples).astype(np.float32), hz, ANALYSIS_HZ)
@@ -266,26 +252,26 @@ def _pooled(levels: Floats, stride: int) -> Floats:
     return np.asarray(padded.reshape(count, stride, -1).mean(axis=1))
 
 
-def drift(samples: Wave, hz: int, embed: Embed | None) -> Drift:
-    """Compare the last third with the first."""
+def drift(samples: Wave, hz: int, embed: Embed | None) -> dict[str, float]:
+    """What changes from the first to the last third, by the names of `DRIFT`, as far as it can be told.
+
+    Timbre: root mean square difference of mean log-mel spectra, levels removed. Loudness and pitch: last less first.
+    Speaker: cosine distance of speaker vectors.
+    """
     third = len(samples) // 3
     parts = samples[:third], samples[-third:]
-    means = [mel_levels_db(each, hz).mean(axis=0) for each in parts]
-    shapes = [each - each.mean() for each in means]
-    loudness = [loudness_lufs(each, hz) for each in parts]
-    pitches = [f0_hz(each, hz) for each in parts]
-    speaker = None
+    first, last = (mel_levels_db(each, hz).mean(axis=0) for each in parts)
+    found = {"drift_timbre_db": float(np.std(last - first))}
+    quiet, loud = (loudness_lufs(each, hz) for each in parts)
+    if quiet is not None and loud is not None:
+        found["drift_loudness_lu"] = loud - quiet
+    low, high = (f0_hz(each, hz) for each in parts)
+    if len(low) and len(high):
+        found["drift_pitch_semitones"] = semitones(float(np.median(high)), float(np.median(low)))
     if embed is not None:
-        first, last = (embed(each, hz) for each in parts)
-        speaker = 1 - float(first @ last) / float(np.linalg.norm(first) * np.linalg.norm(last))
-    return Drift(
-        timbre_db=float(np.sqrt(np.mean((shapes[1] - shapes[0]) ** 2))),
-        loudness_lu=None if loudness[0] is None or loudness[1] is None else loudness[1] - loudness[0],
-        pitch_semitones=semitones(float(np.median(pitches[1])), float(np.median(pitches[0])))
-        if all(map(len, pitches))
-        else None,
-        speaker=speaker,
-    )
+        one, other = (embed(each, hz) for each in parts)
+        found["drift_speaker"] = 1 - float(one @ other) / float(np.linalg.norm(one) * np.linalg.norm(other))
+    return found
 
 
 def semitones(found: float, reference: float) -> float:

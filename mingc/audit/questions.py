@@ -121,7 +121,7 @@ COOKBOOK: Sequence[Question] = (
     Question(
         name="friendly sentence",
         text="Say one friendly sentence.",
-        keywords=(("hello", "hi", "day", "smile", "wonderful", "great", "you"),),
+        keywords=(("hello", "have a", "hope", "smile", "wonderful", "great", "nice"),),
         max_tokens=64, digest="7b512a7c0694e119", source=_SGLANG,
     ),
     Question(

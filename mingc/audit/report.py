@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 Verdict = Literal["equivalent", "intelligible", "different", "good", "bad"]
 Outcome = Literal["good", "bad", "skipped", "noted"]
+_SHOWN = ("sample_rate", "duration_s", "loudness_lufs", "clipped", "f0_hz", "s_per_character", "error_rate")
 _JSON_ONLY = {"shown": False}  # and in the page
 
 
@@ -47,29 +49,17 @@ class FigureRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoundRow:
-    """Figures of one sound; None: it has no such figure."""
+    """A sound, what it says and how it was transcribed; its figures by name, None for one that it does not have."""
 
     name: str
     group: str
-    sample_rate: int
-    duration_s: float
-    loudness_lufs: float | None
-    rms: float = field(metadata=_JSON_ONLY)
-    peak: float = field(metadata=_JSON_ONLY)
-    clipped: float
-    longest_pause_s: float = field(metadata=_JSON_ONLY)
-    centroid_hz: float
-    bandwidth_hz: float = field(metadata=_JSON_ONLY)
-    f0_hz: float | None
-    f0_range_semitones: float | None = field(metadata=_JSON_ONLY)
-    s_per_character: float | None
-    error_rate: float | None
-    drift_timbre_db: float | None = field(metadata=_JSON_ONLY)
-    drift_loudness_lu: float | None = field(metadata=_JSON_ONLY)
-    drift_pitch_semitones: float | None = field(metadata=_JSON_ONLY)
-    drift_speaker: float | None = field(metadata=_JSON_ONLY)
-    text: str = field(metadata=_JSON_ONLY)
-    transcript: str | None = field(metadata=_JSON_ONLY)
+    text: str
+    transcript: str | None
+    figures: Mapping[str, float | None]
+
+    def cells(self) -> dict[str, object]:
+        """What the console shows."""
+        return {"name": self.name, "group": self.group} | {each: self.figures[each] for each in _SHOWN}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,10 +166,10 @@ def _summary(group: Sequence[Measured]) -> str:
     errors = [each.error_rate for each in group if each.error_rate is not None]
     levels = [each.loudness_lufs for each in group if each.loudness_lufs is not None]
     words = f"error rate {np.mean(errors):.1%}" if errors else "not transcribed"
-    drift = group[0].drift
+    drift = group[0].drift.get("drift_timbre_db")
     return (
         f"{words}, {np.mean([each.seconds_per_character or 0.0 for each in group]):.3f} s per character, "
-        f"{np.mean(levels):.1f} LUFS" + (f", drift {drift.timbre_db:.1f} dB" if drift is not None else "")
+        f"{np.mean(levels):.1f} LUFS" + (f", drift {drift:.1f} dB" if drift is not None else "")
     )
 
 

@@ -47,9 +47,8 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx.Client(
-            base_url=self.url, timeout=_TIMEOUT_S, headers={"Authorization": f"Bearer {key}"} if key else {}
-        )
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=self.url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
         try:
             entry = self._get("/v1/models")["data"][0]
             self.model = str(entry["id"])

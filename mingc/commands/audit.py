@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @option(
     "--transcriber",
     metavar="URL|COMMAND",
-    show_default="the server that spoke",
+    show_default="the server that spoke; files are not transcribed",
     help="What transcribes sounds: a server, or a command that prints the text of the file named last or as {}.",
 )
 @option("--repeats", type=click.IntRange(min=1), default=2, help="How often a server speaks each sentence.")

@@ -331,6 +331,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.options",
         "mingc.runtime.engines",
     ),
+    # A client: it knows a server by its address alone.
+    "mingc.audit": ("mingc.console", "mingc.errors", "mingc.media.dsp", "mingc.text"),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.artifacts.target", "mingc.errors"),
     "mingc.deploy": (
         "mingc.artifacts",

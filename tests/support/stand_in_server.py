@@ -66,37 +66,35 @@ def seen(picture: Image.Image) -> str:
 class StandIn:
     """What the server answers. `faults` are names of the methods and branches that misbehave."""
 
-    def __init__(self, faults: tuple[str, ...], answers: Mapping[str, str]) -> None:
-        self.faults, self.answers = faults, answers
+    def __init__(self, faults: tuple[str, ...], answers: Mapping[str, str], voices: tuple[str, ...]) -> None:
+        self.faults, self.answers, self.voices = faults, answers, voices
         self.spoken: dict[bytes, str] = {}
         self.num_spoken = 0
 
     def speech(self, body: dict[str, Any]) -> bytes:
-        text = str(body["input"])
+        """A file; the voice of the name of a fault has that fault."""
+        text, fault = str(body["input"]), {body.get("voice"), *self.faults}
         self.num_spoken += 1
-        samples, hz = (
-            tones(text, seed=self.num_spoken, pitch=150.0 if body.get("voice") == "Ann" else 190.0),
-            HZ,
-        )
+        samples, hz = tones(text, seed=self.num_spoken), HZ
         third = len(samples) // 3
-        if "silent" in self.faults:
+        if "silent" in fault:
             samples = 1e-5 * samples
-        if "clipped" in self.faults:
+        if "clipped" in fault:
             samples = np.clip(12 * samples, -1, 1)
-        if "slow" in self.faults:
-            samples = tones(text, syllable_s=0.55 if ord(text[0]) > 0x3000 else 0.2)
-        if "dull" in self.faults:  # a lost frequency band
+        if "slow" in fault:
+            samples = tones(text, syllable_s=0.55 if ord(text[0]) > 0x3000 else 0.16)
+        if "dull" in fault:  # a lost frequency band
             spectrum = np.fft.rfft(samples)
-            spectrum[np.fft.rfftfreq(len(samples), 1 / HZ) > 600] = 0
+            spectrum[np.fft.rfftfreq(len(samples), 1 / HZ) > 400] = 0
             samples = np.fft.irfft(spectrum, len(samples)).astype(np.float32)
-        if "drifting" in self.faults:
+        if "drifting" in fault:
             samples = np.concatenate([samples[: 2 * third], tones(text, pitch=320.0)[2 * third :]])
-        if "header" in self.faults:
+        if "header" in fault:
             hz = 24_000
-        if "one sound" in self.faults:
-            samples = tones("The same sentence again and again.")
+        if "one sound" in fault:
+            samples = tones("Twenty or thirty letters of something.")
         data = wav(samples, hz)
-        if "cut" in self.faults:
+        if "cut" in fault:
             data = data[: len(data) // 2]
         self.spoken[data] = text
         return data
@@ -126,10 +124,12 @@ class StandIn:
 
 
 @contextmanager
-def stand_in(*faults: str, answers: Mapping[str, str] | None = None) -> Iterator[str]:
+def stand_in(
+    *faults: str, answers: Mapping[str, str] | None = None, voices: tuple[str, ...] = ("Ann",)
+) -> Iterator[str]:
     """Yields the URL of a server with these faults."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.own = StandIn(faults, answers or {})  # type: ignore[attr-defined]
+    server.own = StandIn(faults, answers or {}, voices)  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="stand-in")
     thread.start()
     try:
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/models":
             self._json({"data": [{"id": "stand-in", "sample_rate": HZ, "input_modalities": inputs}]})
         elif self.path == "/v1/audio/voices" and "peer" not in self.own.faults:
-            self._json({"voices": ["Ann", "Bob"] if "two voices" in self.own.faults else ["Ann"]})
+            self._json({"voices": self.own.voices})
         else:
             self._json({"error": "no such route"}, 404)
 

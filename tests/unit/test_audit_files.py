@@ -99,6 +99,7 @@ def test_samples_that_are_no_numbers_are_named(tmp_path: Path) -> None:
         soundfile.write(tmp_path / f"{name}.wav", samples, HZ, subtype="FLOAT")
     report = audit(tmp_path / "a.wav", tmp_path / "b.wav", code=3)
     assert "values: 0 of 1 sounds of A, 1 of 1 of B; B b.wav: samples are not numbers" in report["reasons"]
+    assert report["sounds"][1]["figures"]["rms"] is None
 
 
 def test_repetitions_with_other_noise_are_equivalent(tmp_path: Path) -> None:
@@ -159,7 +160,8 @@ def test_speakers_are_compared_with_the_network_of_an_artifact(tmp_path: Path, e
         path.write_bytes(wav(long))
     report = audit(*paths, "--artifact", eager_artifact, code=0)
     assert all(
-        each["drift_speaker"] is not None and -0.01 < each["drift_speaker"] < 2 for each in report["sounds"]
+        each["figures"]["drift_speaker"] is not None and -0.01 < each["figures"]["drift_speaker"] < 2
+        for each in report["sounds"]
     )
 
 
