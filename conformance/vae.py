@@ -16,7 +16,7 @@ from conformance.engines import Engines, pad_rows
 from conformance.reference_log import ReferenceLog
 from conformance.speech_runner import STAGES, SpeechRunner
 from mingc.artifacts.parameters import VaeParameters
-from mingc.verify.audio_comparison import compare_audio
+from mingc.media.dsp.audio_comparison import compare_audio
 from mingc.verify.engine_run import to_numpy
 
 _NO_WINDOW = "recorded with the sliding window turned off, contrary to the checkpoint's config"

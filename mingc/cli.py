@@ -25,6 +25,7 @@ COMMANDS = (
     "verify",
     "probe",
     "bench",
+    "audit",
     "bundle",
     "voices",
     "doctor",

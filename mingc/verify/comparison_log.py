@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mingc.errors import MingcError
+from mingc.media.dsp.audio_comparison import AudioDifference
 from mingc.numerics.relative_error import relative_error
-from mingc.verify.audio_comparison import AudioDifference
 from mingc.verify.comparison import Comparison, FileSummary, Kind, Outcome
 from mingc.verify.scale import fit_scale
 

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
+from mingc.media.dsp.audio_comparison import LIMITS, compare_audio, mel_distance_db
 from mingc.media.dsp.resample import resample
-from mingc.verify.audio_comparison import LIMITS, compare_audio, mel_distance_db
 from mingc.verify.comparison_log import ComparisonLog
 
 Wave = NDArray[np.float32]

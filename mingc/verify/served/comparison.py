@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mingc.errors import MingcError
+from mingc.media.dsp.audio_comparison import LIMITS, LOW_PRECISION_LIMITS, Figure, compare_audio
 from mingc.prompts.prompt_writer import PreparedPrompt
 from mingc.runtime.request import AudioDelta, Done, Event, ImageDone, ImageEvent, Recorder, TextDelta
-from mingc.verify.audio_comparison import LIMITS, LOW_PRECISION_LIMITS, Figure, compare_audio
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.served.cases import ServedCase, ServedGoldens
 from mingc.verify.served.requests import PIXEL_STRIDE

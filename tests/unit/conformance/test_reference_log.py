@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conformance.reference_log import ReferenceLog
-from mingc.verify.audio_comparison import AudioDifference
+from mingc.media.dsp.audio_comparison import AudioDifference
 from mingc.verify.comparison import Comparison, FileSummary
 from mingc.verify.scale import Scale
 

@@ -50,9 +50,9 @@ LOW_PRECISION_LIMITS: Mapping[Figure, float] = MappingProxyType(
 )
 """The same for a wave whose latents are within the tolerance of low precision, a tenth of the largest value."""
 
-_WINDOW_S = 0.025
-_MELS = 40
-_RANGE_DB = 60.0  # below the loudest band of the recording; quieter values count as this quiet
+WINDOW_S = 0.025
+NUM_MELS = 40
+RANGE_DB = 60.0  # below the loudest band of the recording; quieter values count as this quiet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +96,9 @@ def compare_audio(
     values: dict[Figure, tuple[float, float]] = {
         "sample rate": (found_hz, recorded_hz),
         "duration": (len(one) / found_hz, len(other) / recorded_hz),
-        "RMS": (_rms(one), _rms(other)),
-        "peak": (_peak(one), _peak(other)),
-        "spectral centroid": (_centroid(one, found_hz), _centroid(other, recorded_hz)),
+        "RMS": (rms(one), rms(other)),
+        "peak": (peak(one), peak(other)),
+        "spectral centroid": (centroid_hz(one, found_hz), centroid_hz(other, recorded_hz)),
     }
     differences: list[AudioDifference] = [
         AudioDifference(
@@ -135,28 +135,26 @@ def mel_distance_db(found: Wave, recorded: Wave, *, found_hz: int, recorded_hz: 
     length = max(len(found), len(recorded))
     if not length:
         return 0.0
-    one, other = (
-        _mel_power(np.pad(wave, (0, length - len(wave))), recorded_hz) for wave in (found, recorded)
-    )
+    one, other = (mel_power(np.pad(wave, (0, length - len(wave))), recorded_hz) for wave in (found, recorded))
     loudest = float(other.max()) or float(one.max())
     if not loudest:
         return 0.0
-    floor = loudest * 10 ** (-_RANGE_DB / 10)
+    floor = loudest * 10 ** (-RANGE_DB / 10)
     decibels = [10 * np.log10(np.maximum(power, floor)) for power in (one, other)]
     return float(np.sqrt(np.mean((decibels[0] - decibels[1]) ** 2)))
 
 
-def _mel_power(wave: Wave, hz: int) -> NDArray[np.float64]:
-    """(T, _MELS) power in mel bands of overlapping windows."""
-    power = _spectra(wave, hz)
+def mel_power(wave: Wave, hz: int) -> NDArray[np.float64]:
+    """(T, NUM_MELS) power in mel bands of overlapping windows."""
+    power = power_spectra(wave, hz)
     size = 2 * (power.shape[1] - 1)
-    bands: NDArray[np.float64] = power @ slaney_filters(_MELS, size, hz).T.astype(np.float64)
+    bands: NDArray[np.float64] = power @ slaney_filters(NUM_MELS, size, hz).T.astype(np.float64)
     return bands
 
 
-def _spectra(wave: Wave, hz: int) -> NDArray[np.float64]:
+def power_spectra(wave: Wave, hz: int) -> NDArray[np.float64]:
     """(T, F) power spectra of windows that overlap by half; the wave is padded with silence to whole windows."""
-    size = max(4, 2 * round(_WINDOW_S * hz / 2))
+    size = max(4, 2 * round(WINDOW_S * hz / 2))
     hop = size // 2
     count = max(1, -(-(len(wave) - hop) // hop))
     padded = np.pad(np.asarray(wave, np.float64), (0, max(0, (count + 1) * hop - len(wave))))
@@ -165,20 +163,20 @@ def _spectra(wave: Wave, hz: int) -> NDArray[np.float64]:
     return power
 
 
-def _centroid(wave: Wave, hz: int) -> float:
+def centroid_hz(wave: Wave, hz: int) -> float:
     """Mean frequency in Hz, weighted by power; 0 for silence."""
     if not len(wave):
         return 0.0
-    power = _spectra(wave, hz).sum(0)
+    power = power_spectra(wave, hz).sum(0)
     total = float(power.sum())
     return float(power @ np.linspace(0.0, hz / 2, len(power))) / total if total else 0.0
 
 
-def _rms(wave: Wave) -> float:
+def rms(wave: Wave) -> float:
     return float(np.sqrt(np.mean(wave**2))) if len(wave) else 0.0
 
 
-def _peak(wave: Wave) -> float:
+def peak(wave: Wave) -> float:
     return float(np.abs(wave).max(initial=0.0))
 
 

@@ -1,0 +1,172 @@
+"""`mingc audit` of servers: a stand-in with good and bad answers proves that each failure is noticed."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mingc_command import ENVIRONMENT, mingc_here
+from PIL import Image, ImageDraw
+from server_thread import fake_server
+from known_answers import stand_in
+
+from mingc.audit.audit import is_server
+from mingc.audit.questions import COOKBOOK, digest_of, media_part
+from mingc.audit.server import served
+from mingc.prompts.conversation import MediaPart
+
+GOOD = {
+    "Explain what tensor parallelism is in one sentence.": "It splits a tensor over devices, which compute at once.",
+    "Read this sentence aloud: This model understands text, images, audio, and video, and can reply with either text "
+    "or speech.": "This model understands text, images, audio, and video, and can reply with either text or speech.",
+    "Say one friendly sentence.": "Hello! How can I assist you today?",
+    "请详细介绍鹦鹉的生活习性。": "鹦鹉成群生活在热带的森林里，吃种子和水果。",
+}
+
+
+def audit(*words: object, code: int) -> Any:
+    done = mingc_here("audit", *words, "--repeats", 1, "--json")
+    assert done.code == code, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_good_server_is_good(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    with stand_in(answers=GOOD, voices=("Ann", "Bob")) as url:
+        report = audit("--self", url, "--html", page, code=0)
+    assert report["verdict"] == "good" and report["reasons"] == ["all 15 checks are good"]
+    outcomes = {each["name"]: each["outcome"] for each in report["checks"]}
+    assert [name for name in outcomes if name.startswith("speech")] == [
+        "speech Ann/en", "speech Ann/zh", "speech Bob/en", "speech Bob/zh", "speech Ann/long-en", "speech Ann/long-zh",
+    ]  # fmt: skip
+    assert {name for name, outcome in outcomes.items() if outcome == "skipped"} == {"beach", "space station"}
+    published = {each["name"]: each["found"] for each in report["checks"]}
+    assert published["friendly sentence"].endswith("; the published answer")
+    assert published["tensor parallelism"].endswith("; not word for word the published answer")
+    assert page.read_text(encoding="utf-8").count("data:image/png") == 18
+    long = {each["name"]: each["figures"]["drift_pitch_semitones"] for each in report["sounds"]}
+    assert long["Ann/en-1.1.wav"] is None and abs(long["Ann/long-en.wav"]) < 1
+
+
+def test_each_fault_of_speech_is_noticed_in_the_voice_that_has_it() -> None:
+    kinds = {"silent": "silence", "clipped": "clipping", "slow": "pace", "header": "header", "cut": "length"}
+    with stand_in(answers=GOOD, voices=("drifting", "Ann", *kinds)) as url:
+        report = audit("--self", url, code=3)
+    found = {each["name"]: each for each in report["checks"] if each["name"].startswith("speech ")}
+    assert {each["name"] for each in report["checks"] if each["outcome"] == "bad"} == {
+        *(f"speech {voice}/{language}" for voice in kinds for language in ("en", "zh")),
+        *("speech drifting/long-en", "speech drifting/long-zh"),
+    }
+    for voice, kind in kinds.items():
+        for language in ("en", "zh"):
+            assert f"{kind}: " in found[f"speech {voice}/{language}"]["found"]
+    assert found["speech slow/en"]["found"].startswith("pace: 4 of 4, slow/en-1.1.wav: 0.16")
+    assert "files have [24000] Hz, the list of models says 44100" in found["speech header/zh"]["found"]
+    assert "drift: 1 of 1" in found["speech drifting/long-zh"]["found"]
+    assert report["verdict"] == "bad" and len(report["reasons"]) == 12
+
+
+def test_each_fault_of_answers_is_noticed_by_its_checks() -> None:
+    made = {"red circle", "blue square", "number", "moving triangle"}
+    speech = {"speech Ann/en", "speech Ann/zh", "speech Ann/long-en", "speech Ann/long-zh"}
+    prompts = {"tensor parallelism", "read aloud", "friendly sentence", "parrots"}
+    found = {}
+    for faults in (("deaf", "blind"), ("one sound", "one answer"), ("failing",)):
+        with stand_in(*faults, answers=GOOD) as url:
+            report = audit("--self", url, code=3)
+        found[faults[0]] = {
+            each["name"]: each["found"] for each in report["checks"] if each["outcome"] == "bad"
+        }
+    assert {*found["deaf"]} == speech | made | {"spoken sentences"}
+    assert (
+        "words: 4 of 4" in found["deaf"]["speech Ann/zh"]
+        and "lacks red, circle" in found["deaf"]["red circle"]
+    )
+    assert {*found["one sound"]} >= made | prompts | {"spoken sentences", "answers differ", "speech differs"}
+    assert {*found["failing"]} >= made | prompts | {
+        "spoken sentences",
+        "speech Ann/en-1",
+        "speech Ann/long-zh",
+    }
+    assert all("500" in each for each in found["failing"].values())
+
+
+def test_wrong_answers_to_published_prompts_are_noticed() -> None:
+    with stand_in(answers={**GOOD, "请详细介绍鹦鹉的生活习性。": "企鹅生活在南极。"}) as url:
+        report = audit("--self", url, code=3)
+    assert report["reasons"] == ["A: parrots: '企鹅生活在南极。' lacks 鹦鹉, 热带, 种子, 栖息, 社交"]
+
+
+def test_two_servers_are_judged_alone_and_beside_each_other() -> None:
+    """Such as an artifact of quantized weights and one in bfloat16."""
+    other = {**GOOD, "Say one friendly sentence.": "Have a wonderful day!"}
+    with stand_in(answers=GOOD) as one, stand_in("dull", answers=other) as dull:
+        report = audit("--self", one, dull, code=0)
+    (same,) = (each for each in report["checks"] if each["name"] == "same answers")
+    assert same["found"] == "8 of 9 greedy answers are the same words"
+    assert report["notes"][-1].startswith("the speech of both is intelligible: mel distance, aligned: ")
+
+
+def test_two_servers_are_compared_by_their_speech() -> None:
+    with stand_in() as one, stand_in() as other, stand_in("header") as wrong:
+        assert audit(one, other, code=0)["verdict"] == "equivalent"
+        report = audit(one, wrong, code=3)
+    assert re.match(r"header: B is 1.8[345] times as long as A", report["reasons"][0])
+
+
+def test_a_server_that_speaks_in_chats_only_is_asked_to_read_aloud() -> None:
+    """The shape of sglang-omni: no routes for speech and voices, audio in the message."""
+    with stand_in("peer", answers=GOOD) as url:
+        report = audit("--self", url, code=0)
+    assert "speech default/zh" in {each["name"] for each in report["checks"]}
+
+
+def test_our_server_is_asked_through_its_own_interface() -> None:
+    """The fake model answers with the words of the question and speaks tones: heard as other words."""
+    with fake_server() as (url, service):
+        report = audit("--self", url, code=3)
+    speech = {each["name"]: each["found"] for each in report["checks"] if each["name"].startswith("speech ")}
+    assert {*speech} == {
+        *(f"speech {voice}/{language}" for voice in ("DB30", "Lina") for language in ("en", "zh")),
+        *("speech DB30/long-en", "speech DB30/long-zh", "speech differs"),
+    }
+    assert all("words: " in found for name, found in speech.items() if name != "speech differs")
+    parts = [part for chat in service.chats for message in chat.messages for part in message.parts]
+    assert {part.kind for part in parts if isinstance(part, MediaPart)} == {"image", "video", "audio"}
+    assert len(service.speeches) == len(service.transcriptions) == 18
+
+
+def test_an_artifact_is_served_in_a_child_process(
+    eager_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # the backend of the tests
+    assert is_server(str(eager_artifact)) and not is_server(str(eager_artifact.parent))
+    with served(str(eager_artifact)) as server:
+        assert server.voices() and server.inputs is not None and "audio" in server.inputs
+        assert isinstance(server.ask("Say one friendly sentence.", max_tokens=3), str)
+
+
+def test_an_address_without_a_server_is_an_error() -> None:
+    done = mingc_here("audit", "--self", "http://127.0.0.1:9")
+    assert done.code == 1 and "GET /v1/models" in done.stderr
+
+
+def test_files_of_published_prompts_are_sent(tmp_path: Path) -> None:
+    with stand_in(answers=GOOD) as url, served(url) as server:
+        assert server.ask("What is it?", [media_part("a.jpeg", _red_square())]) == "It is a red square."
+    assert {each.file for each in COOKBOOK} == {"", "demo.jpeg", "space_woaudio.mp4"}
+    assert digest_of("hello, how can I assist you\ntoday") == next(
+        each.digest for each in COOKBOOK if each.name == "friendly sentence"
+    )
+
+
+def _red_square() -> bytes:
+    picture = Image.new("RGB", (64, 64), "white")
+    ImageDraw.Draw(picture).rectangle((16, 16, 48, 48), fill=(214, 40, 40))
+    file = io.BytesIO()
+    picture.save(file, "JPEG")
+    return file.getvalue()

@@ -1,0 +1,190 @@
+"""`mingc audit A B` with files: each fault is named by a deliberately bad file, and repetitions are equivalent."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from mingc_command import CHECKPOINT, mingc_here
+from numpy.typing import NDArray
+from known_answers import HZ, tones, wav
+
+from mingc.media.dsp.resample import resample
+
+Wave = NDArray[np.float32]
+TEXTS = {"one": "The morning train was late again.", "two": "街上几乎没有行人。"}
+
+
+def write(
+    folder: Path,
+    change: Callable[[Wave], Wave] = lambda wave: wave,
+    *,
+    hz: int = HZ,
+    seeds: tuple[int, ...] = (1, 2, 3),
+) -> Path:
+    """A group: repetitions of two utterances, with their texts."""
+    for seed in seeds:
+        for name, text in TEXTS.items():
+            path = folder / f"run{seed}" / f"{name}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(wav(change(tones(text, seed=seed)), hz))
+            path.with_suffix(".txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def audit(*words: object, code: int) -> Any:
+    done = mingc_here("audit", *words, "--json")
+    assert done.code == code, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> str:
+    """A command that says what is heard: of a file whose peak is clipped, nonsense."""
+    script = tmp_path / "listen.py"
+    script.write_text(
+        f"import sys, soundfile\nsamples, rate = soundfile.read(sys.argv[1])\n"
+        f"texts = {TEXTS!r}\n"
+        "print('nothing like it' if abs(samples).max() > 0.9 else texts[sys.argv[1].split('/')[-1].split('.')[0]])\n",
+        encoding="utf-8",
+    )
+    return f"{sys.executable} {script} {{}}"
+
+
+def low_passed(wave: Wave) -> Wave:
+    spectrum = np.fft.rfft(wave)
+    spectrum[np.fft.rfftfreq(len(wave), 1 / HZ) > 400] = 0
+    return np.fft.irfft(spectrum, len(wave)).astype(np.float32)
+
+
+def paused(wave: Wave) -> Wave:
+    return np.concatenate([wave[: len(wave) // 2], np.zeros(3 * HZ, np.float32), wave[len(wave) // 2 :]])
+
+
+def higher(wave: Wave) -> Wave:
+    """By 2.7 semitones, and as much faster: no usual rate in a header does this."""
+    return resample(wave, 7, 6)
+
+
+FAULTS: dict[str, tuple[Callable[[Wave], Wave], str]] = {
+    "silent": (lambda wave: 1e-6 * wave, "silence: 0 of 6 sounds of A, 6 of 6 of B"),
+    "clipped": (lambda wave: np.clip(12 * wave, -1, 1), "clipping: 0 of 6 sounds of A, 6 of 6 of B"),
+    "paused": (paused, "pause: 0 of 6 sounds of A, 6 of 6 of B"),
+    "cut off": (lambda wave: wave[: len(wave) // 4], "pace: 0 of 6 sounds of A, 6 of 6 of B"),
+    "louder": (lambda wave: 1.6 * wave, "loudness: 4.0"),
+    "dull": (low_passed, "mel distance, aligned: "),
+    "higher": (higher, "pitch: 2.6"),
+    "too short": (lambda wave: wave[: 4 * len(wave) // 5], "duration: 0.2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_group_differs_for_its_fault(fault: str, tmp_path: Path) -> None:
+    change, reason = FAULTS[fault]
+    report = audit(write(tmp_path / "a"), write(tmp_path / "b", change, seeds=(4, 5, 6)), code=3)
+    assert report["verdict"] == "different"
+    assert any(each.startswith(reason) for each in report["reasons"]), report["reasons"]
+
+
+def test_samples_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    for name, samples in (("a", tones("abc")), ("b", np.full(HZ, np.nan, np.float32))):
+        soundfile.write(tmp_path / f"{name}.wav", samples, HZ, subtype="FLOAT")
+    report = audit(tmp_path / "a.wav", tmp_path / "b.wav", code=3)
+    assert "values: 0 of 1 sounds of A, 1 of 1 of B; B b.wav: samples are not numbers" in report["reasons"]
+    assert report["sounds"][1]["figures"]["rms"] is None
+
+
+def test_repetitions_with_other_noise_are_equivalent(tmp_path: Path) -> None:
+    report = audit(write(tmp_path / "a"), write(tmp_path / "b", seeds=(4, 5, 6)), code=0)
+    assert report["verdict"] == "equivalent", report["reasons"]
+    assert all(row["within"] > 0 and not row["is_off"] for row in report["figures"])
+    assert [each["figure"] for each in report["figures"]] == [
+        "mel distance, aligned", "duration", "loudness", "spectral centroid", "pitch",
+    ]  # fmt: skip
+    assert {each["group"] for each in report["sounds"]} == {"A", "B"} and len(report["sounds"]) == 12
+
+
+def test_the_same_file_has_distance_zero_and_no_yardstick(tmp_path: Path) -> None:
+    file = write(tmp_path / "a") / "run1" / "one.wav"
+    other = tmp_path / "other.wav"
+    shutil.copyfile(file, other)
+    report = audit(file, other, code=0)
+    assert report["verdict"] == "equivalent"
+    assert all(row["across"] == 0 and row["within"] is None for row in report["figures"])
+    assert "nothing is repeated" in report["notes"][0]
+
+
+def test_a_header_of_24_khz_over_samples_of_44_khz_is_named(tmp_path: Path) -> None:
+    """The trap of a factor of 1.84, seen from the sounds alone, and from a text too slow to be speech."""
+    good, bad = write(tmp_path / "a"), write(tmp_path / "b", hz=24_000, seeds=(4, 5, 6))
+    for text in tmp_path.rglob("*.txt"):
+        text.unlink()
+    for one, other, longer in ((good, bad, 1.84), (bad, good, 0.54)):
+        reason = audit(one, other, code=3)["reasons"][0]
+        found = re.match(r"header: B is ([\d.]+) times as long as A and ([\d.]+) times as high", reason)
+        assert found and float(found[1]) == pytest.approx(longer, rel=0.02), reason
+        assert "would fit at 44100 Hz" in reason
+
+
+def test_the_same_sound_at_another_true_rate_is_no_wrong_header(tmp_path: Path) -> None:
+    good = write(tmp_path / "a")
+    other = write(tmp_path / "b", lambda wave: resample(wave, HZ, 24_000), hz=24_000, seeds=(4, 5, 6))
+    report = audit(good, other, code=3)
+    assert report["reasons"][0] == "sample rates are [44100] Hz in A and [24000] Hz in B"
+
+
+def test_words_that_are_heard_make_other_sounds_intelligible(tmp_path: Path, listener: str) -> None:
+    good, dull = write(tmp_path / "a"), write(tmp_path / "b", low_passed, seeds=(4, 5, 6))
+    report = audit(good, dull, "--transcriber", listener, code=0)
+    assert (
+        report["verdict"] == "intelligible"
+        and "error rate of words: 0.0% in A, 0.0% in B" in report["reasons"]
+    )
+    unheard = write(tmp_path / "c", lambda wave: 0.95 * wave / np.abs(wave).max(), seeds=(4, 5, 6))
+    report = audit(good, unheard, "--transcriber", listener, code=3)
+    assert any("heard as 'nothing like it'" in each for each in report["reasons"])
+
+
+def test_speakers_are_compared_with_the_network_of_an_artifact(tmp_path: Path, eager_artifact: Path) -> None:
+    long = np.concatenate([tones(TEXTS["one"] * 8, syllable_s=0.06)])
+    paths = [tmp_path / "a.wav", tmp_path / "b.wav"]
+    for path in paths:
+        path.write_bytes(wav(long))
+    report = audit(*paths, "--artifact", eager_artifact, code=0)
+    assert all(
+        each["figures"]["drift_speaker"] is not None and -0.01 < each["figures"]["drift_speaker"] < 2
+        for each in report["sounds"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere.wav", "nowhere.wav"), "cannot be read"),
+        ((str(CHECKPOINT / "config.json"),) * 2, "cannot be decoded"),
+        ((str(CHECKPOINT / "talker" / "llm"),) * 2, "has no sound file"),
+        (("a.wav",), "there is no B"),
+        (("a.wav", "http://127.0.0.1:9"), "one is a server"),
+        (("--self", "a.wav"), "only servers and artifacts"),
+        (("a.wav", "b.wav", "--html", "/nowhere/page.html"), "/nowhere"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(words: tuple[str, ...], message: str) -> None:
+    done = mingc_here("audit", *words)
+    assert done.code == 2 and message in done.stderr
+
+
+def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    audit(write(tmp_path / "a"), write(tmp_path / "b", low_passed, seeds=(4, 5, 6)), "--html", page, code=3)
+    text = page.read_text(encoding="utf-8")
+    assert text.count("data:image/png;base64,") == text.count("data:audio/mpeg;base64,") == 4
+    assert not re.search(r'(src|href)="?https?:', text) and "img-src data:" in text
