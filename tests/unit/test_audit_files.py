@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from known_answers import HZ, tones, wav
 from mingc_command import CHECKPOINT, mingc_here
 from numpy.typing import NDArray
-from known_answers import HZ, tones, wav
 
 from mingc.media.dsp.resample import resample
 
