@@ -246,8 +246,8 @@ def test_a_page_whose_name_became_that_of_this_computer(
 def test_a_rebound_page_opens_no_websocket(url: str) -> None:
     port = url.rpartition(":")[2]
     rebound = f"http://name.example:{port}"
-    opened = socket.create_connection(("127.0.0.1", int(port)), timeout=30)
-    assert refusal(rebound, origin=Origin(rebound), sock=opened)[:2] == (403, "origin_not_allowed")
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=30) as opened:
+        assert refusal(rebound, origin=Origin(rebound), sock=opened)[:2] == (403, "origin_not_allowed")
 
 
 def test_other_requests_are_refused_as_over_http(caplog: pytest.LogCaptureFixture) -> None:
