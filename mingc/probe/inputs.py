@@ -69,7 +69,9 @@ class ProbeCase:
         pools = {"S": self.requests + 1, "KV": page_size(self.parameters) * (1 + self.requests * self.pages)}
         sizes = {**self.sizes}
         for dim in self.spec.dims:
-            if dim.name not in sizes:
+            if dim.name not in sizes and dim.typical is not None:
+                sizes[dim.name] = dim.typical
+            elif dim.name not in sizes:
                 if dim.name not in pools:
                     raise ArtifactError(
                         f"dim {dim.name} has no buckets, and probe has no size for it",
@@ -175,6 +177,10 @@ def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _positions(case: ProbeCase, shape: _Shape) -> Tensor:
+    """Of words, and of a picture: frame, row and column of each token."""
+    limits = case.parameters.get("max_positions")
+    if isinstance(limits, list | tuple):
+        return _draw(min(limits), shape)
     return (case.context + torch.arange(shape[-1] if case.tokens > 1 else 1)).expand(shape)
 
 
@@ -202,6 +208,7 @@ def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
 
 _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "input_ids": _input_ids,
+    "ids": lambda case, shape: 3 + _draw(256, shape),  # bytes
     "embed_kind": lambda case, shape: _draw(3, shape),
     "positions": _positions,
     "page_table": _page_table,

@@ -35,7 +35,8 @@ def count_cost(
 ) -> tuple[EngineCost, ...]:
     """Cost of one call, at the sizes `static_shapes` of a static engine or at every combination of buckets.
 
-    Dims without buckets (sizes of pools) are set to their minimum: no count may depend on them.
+    Dims without buckets have their typical size. Without one, as sizes of pools, they have their minimum: no count may
+    depend on them.
     """
     tally = _tally(program, spec)
     sums = {
@@ -208,7 +209,7 @@ def _symbols(
     program: torch.export.ExportedProgram, spec: GraphSpec, sizes: Mapping[str, int]
 ) -> dict[Size, int]:
     """Values of the trace's symbols at `sizes` of the dims."""
-    least = {dim.name: dim.minimum for dim in spec.dims}
+    least = {dim.name: dim.typical or dim.minimum for dim in spec.dims}
     places = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     found: dict[Size, int] = {}
     tensors = (*spec.inputs, *spec.state)

@@ -33,6 +33,8 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 _PART = "transformer"
 _MULTIPLE = 32  # tokens of picture and caption are padded to multiples of this, in the reference
 _MAX_TOKENS = 16384  # a picture of 2048 × 2048, or two frames of a smaller one
+# A picture of 1024 × 1024, and at the released sizes a prompt with a text to show.
+_TYPICAL_TOKENS, _TYPICAL_ROWS = 4096, 512
 # Default arguments of the reference.
 _NUM_STEPS = 30
 _GUIDANCE = 2.0
@@ -167,9 +169,17 @@ def _transformer_config(part: Part) -> ImageTransformerConfig:
 def _dims(config: ImageDitConfig, options: StageOptions) -> dict[str, Dim]:
     """Dims without buckets: one engine takes every size, on every target."""
     return {
-        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch),
-        "N": Dim(name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE),
-        "K": Dim(name="K", minimum=_MULTIPLE, maximum=config.max_caption_rows, multiple=_MULTIPLE),
+        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch, typical=2),
+        "N": Dim(
+            name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE, typical=_TYPICAL_TOKENS
+        ),
+        "K": Dim(
+            name="K",
+            minimum=_MULTIPLE,
+            maximum=config.max_caption_rows,
+            multiple=_MULTIPLE,
+            typical=min(_TYPICAL_ROWS, config.max_caption_rows),
+        ),
     }
 
 

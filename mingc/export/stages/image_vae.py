@@ -21,6 +21,7 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 
 _PART = "image_vae"
 _MAX_ROWS = 256  # latents along a side: pictures of up to 2048 pixels
+_TYPICAL_ROWS = 128  # latents along a side of a picture of 1024 × 1024
 
 
 class ImageVaeStage(Stage):
@@ -86,7 +87,9 @@ class ImageVaeStage(Stage):
                     name=name,
                     inputs=(given,),
                     outputs=(made,),
-                    dims=tuple(Dim(name=each, minimum=2, maximum=_MAX_ROWS) for each in "hw"),
+                    dims=tuple(
+                        Dim(name=each, minimum=2, maximum=_MAX_ROWS, typical=_TYPICAL_ROWS) for each in "hw"
+                    ),
                 ),
                 method=name,
                 example=example,
