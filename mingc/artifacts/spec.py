@@ -42,7 +42,7 @@ class Dim:
 
     The runtime pads it up to the smallest of `buckets` that is large enough. Every size is a multiple of
     `multiple`. With no buckets the size is fixed when the process starts (sizes of pools), or every size is computed as
-    it is; figures of cost and speed are then of the `typical` one.
+    it is.
     """
 
     name: str
@@ -50,7 +50,6 @@ class Dim:
     maximum: int
     multiple: int = 1
     buckets: tuple[int, ...] = ()
-    typical: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ class ProbeCase:
     """One graph at one set of sizes.
 
     Attributes:
-        sizes: sizes of the bucketed dims.
+        sizes: sizes of the bucketed dims, and of dims that take every size.
         context: tokens of each request before this call; together with the new ones at most `room`.
         parameters: the stage's parameters, from the manifest.
     """
@@ -69,9 +69,7 @@ class ProbeCase:
         pools = {"S": self.requests + 1, "KV": page_size(self.parameters) * (1 + self.requests * self.pages)}
         sizes = {**self.sizes}
         for dim in self.spec.dims:
-            if dim.name not in sizes and dim.typical is not None:
-                sizes[dim.name] = dim.typical
-            elif dim.name not in sizes:
+            if dim.name not in sizes:
                 if dim.name not in pools:
                     raise ArtifactError(
                         f"dim {dim.name} has no buckets, and probe has no size for it",

@@ -33,8 +33,8 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 _PART = "transformer"
 _MULTIPLE = 32  # tokens of picture and caption are padded to multiples of this, in the reference
 _MAX_TOKENS = 16384  # a picture of 2048 × 2048, or two frames of a smaller one
-# A picture of 1024 × 1024, and at the released sizes a prompt with a text to show.
-_TYPICAL_TOKENS, _TYPICAL_ROWS = 4096, 512
+# With guidance, of 1024 × 1024 pixels, and at the released sizes with a text to show.
+_TYPICAL_DIMS = {"B": 2, "N": 4096, "K": 512}
 # Default arguments of the reference.
 _NUM_STEPS = 30
 _GUIDANCE = 2.0
@@ -169,17 +169,9 @@ def _transformer_config(part: Part) -> ImageTransformerConfig:
 def _dims(config: ImageDitConfig, options: StageOptions) -> dict[str, Dim]:
     """Dims without buckets: one engine takes every size, on every target."""
     return {
-        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch, typical=2),
-        "N": Dim(
-            name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE, typical=_TYPICAL_TOKENS
-        ),
-        "K": Dim(
-            name="K",
-            minimum=_MULTIPLE,
-            maximum=config.max_caption_rows,
-            multiple=_MULTIPLE,
-            typical=min(_TYPICAL_ROWS, config.max_caption_rows),
-        ),
+        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch),
+        "N": Dim(name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE),
+        "K": Dim(name="K", minimum=_MULTIPLE, maximum=config.max_caption_rows, multiple=_MULTIPLE),
     }
 
 
@@ -210,6 +202,7 @@ def _caption_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
         example=example,
         trace_dims={"B": 2, "K": 3 * _MULTIPLE},
         check_dims={"B": 2, "K": 2 * _MULTIPLE},
+        typical_dims={name: _TYPICAL_DIMS[name] for name in "BK"},
     )
 
 
@@ -259,6 +252,7 @@ def _velocity_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
         trace_dims={"B": 2, "N": 5 * _MULTIPLE, "K": 3 * _MULTIPLE},
         check_dims={"B": 2, "N": 2 * _MULTIPLE, "K": _MULTIPLE},
         compile_cost=2,
+        typical_dims=_TYPICAL_DIMS,
     )
 
 
