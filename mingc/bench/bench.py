@@ -31,7 +31,7 @@ from mingc.bench.options import BenchOptions
 from mingc.bench.paths import PATHS
 from mingc.bench.records import BenchFile, Item, Load, Run
 from mingc.bench.traps import find_traps
-from mingc.console.progress import Progress
+from mingc.console.progress import Progress, step_logger
 from mingc.errors import BenchError
 
 _MING_RATE = 44_100  # of the VAE
@@ -116,7 +116,7 @@ class _Session:
         """Every load of every path that all servers have, after a warm-up."""
         options = self._options
         paths = dict.fromkeys(each.path for each in self._items) if self._items else options.paths or PATHS
-        targets = {path: found for path in paths if (found := self._targets(path, progress))}
+        targets = {path: found for path in paths if (found := self._targets(path))}
         if not targets:
             raise BenchError(
                 "the server has none of the paths", where=self._servers[0].url, fix="name one with --path"
@@ -146,7 +146,7 @@ class _Session:
         self._next[path] += count
         return first
 
-    def _targets(self, path: str, progress: Progress) -> tuple[Target, ...]:
+    def _targets(self, path: str) -> tuple[Target, ...]:
         """The servers with the fields that they take on a path; none where one of them lacks it."""
 
         async def look(target: Target) -> Target | str:
@@ -161,7 +161,7 @@ class _Session:
             if isinstance(found, str):
                 if self._items or self._options.paths:
                     raise BenchError(f"path {path}: {found}", where=each.url, fix="leave it out of --path")
-                progress(0, len(PATHS), f"{path}: left out, {found[:120]}", 0.0)
+                step_logger("bench")(f"{path} is left out, the server refuses it: {found[:200]}")
                 return ()
             targets.append(found)
         return tuple(targets)

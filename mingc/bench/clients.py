@@ -71,7 +71,9 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+        # Compressed streams would be held back, and the time to unpack them would count.
+        plain = {"accept-encoding": "identity"}
+        return plain | ({"authorization": f"Bearer {self.key}"} if self.key else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class _Seen:
 
     def add_text(self, text: str, now: float) -> None:
         self.tokens.append(now)
-        self.text.append(text)
+        self.text.append("" + text)  # nothing but a text
 
     def add_usage(self, usage: Mapping[str, Any]) -> None:
         self.prompt_tokens = usage.get("prompt_tokens", usage.get("input_tokens"))
@@ -206,6 +208,10 @@ class _Seen:
 
 class _Failed(Exception):
     """The server said that it failed."""
+
+
+_FAILURES = (_Failed, httpx.HTTPError, OSError, ValueError, TimeoutError, websockets.WebSocketException)
+_OTHER_SHAPES = (KeyError, IndexError, TypeError, AttributeError, msgspec.MsgspecError)
 
 
 async def ask(
@@ -236,15 +242,10 @@ async def ask(
             error = "the answer has no sound"
         elif request.path in ("text", "image", "clip") and not seen.tokens:
             error = "the answer has no text"
-    except (
-        _Failed,
-        httpx.HTTPError,
-        OSError,
-        ValueError,
-        TimeoutError,
-        websockets.WebSocketException,
-    ) as failure:
+    except _FAILURES as failure:
         error = f"{failure}" or type(failure).__name__
+    except _OTHER_SHAPES as failure:
+        error = f"the answer has another shape than OpenAI's: {failure!r}"
     ended = time.perf_counter()
     sound = seen.sound
     # What the header says holds where nobody knows better.

@@ -18,7 +18,8 @@ STAGES = {
 
 def stages_ms(timings_ms: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """The stages that a request had, and how long each took."""
-    moments: dict[str | None, float] = {None: 0.0, **timings_ms}
     for stage, (begin, end) in STAGES.items():
-        if begin in moments and end in moments:
-            yield stage, max(0.0, moments[end] - moments[begin])
+        first = 0.0 if begin is None else timings_ms.get(begin)
+        last = timings_ms.get(end)
+        if first is not None and last is not None:
+            yield stage, max(0.0, last - first)

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from fake_service import TEXT_ONLY, FakeService
+from server_thread import fake_server, run_server
 from stand_in_server import CHUNK, CHUNKS, RATE, stand_in, wav
 
 from mingc.bench.bench import bench
@@ -47,10 +49,13 @@ def traps(file: BenchFile) -> set[str]:
     return {each.trap for each in file.findings} - _OF_THE_MACHINE
 
 
-@pytest.mark.parametrize("paths", [tuple(each for each in PATHS if each != "realtime"), ("realtime",)])
-def test_every_path_of_a_good_server_is_measured_and_nothing_is_found(paths: tuple[str, ...]) -> None:
-    loads = (2,) if "realtime" in paths else (1, 3)  # turns last as long as they are spoken
-    rounds = 1 if "realtime" in paths else 2
+@pytest.mark.parametrize(
+    ("paths", "loads", "rounds"),
+    [(("text",), (1, 3), 2), (tuple(each for each in PATHS if each != "text"), (2,), 1)],
+)
+def test_every_path_of_a_good_server_is_measured_and_nothing_is_found(
+    paths: tuple[str, ...], loads: tuple[int, ...], rounds: int
+) -> None:
     with stand_in() as (url, server):
         file = measure(url, paths=paths, concurrency=loads, rounds=rounds)
     assert [(run.path, run.load.concurrency) for run in file.runs] == [*itertools.product(paths, loads)]
@@ -133,10 +138,13 @@ def test_a_server_that_stalls_cannot_hide_in_an_open_loop() -> None:
     assert sum(each > 0.3 for each in late) >= 4 and max(late) > 0.6
 
 
-def test_servers_share_the_requests() -> None:
+def test_servers_share_the_requests_of_several_client_processes() -> None:
     with stand_in() as (first, one), stand_in() as (second, other):
-        file = measure(f"{first}/v1/", second, paths=("text",))
-        assert len(one.bodies) == len(other.bodies) == 1 + 1 + 2
+        file = measure(
+            f"{first}/v1/", second, paths=("text",), concurrency=(3,), rounds=2, client_processes=2
+        )
+        assert sorted((len(one.bodies), len(other.bodies))) == [5, 6]  # fields found, 3 to warm up, 6
+    assert file.runs[0].client.num_processes == 2 and len({each.item for each in file.runs[0].samples}) == 6
     assert {each.server for each in file.runs[0].samples} == {first, second} == file.servers.keys()
 
 
@@ -178,12 +186,38 @@ def test_a_client_that_is_the_limit_is_found_out(
     assert (words is None) == (found == []) and all(str(words) in each for each in found)
 
 
+def test_a_client_that_cannot_follow_is_found_out() -> None:
+    with stand_in(fault="flood") as (url, _):
+        file = measure(url, paths=("text",), concurrency=(2,), rounds=1)
+    assert "client" in {each.trap for each in file.findings}
+
+
 def test_an_answer_that_fails_is_no_figure_and_is_named() -> None:
     with stand_in() as (url, server):
         server.app.router.routes.insert(0, _failing_after(server, 4))
         file = measure(url, paths=("text",))
     assert [bool(each.error) for each in file.runs[0].samples].count(True) == 3
     assert any(each.trap == "failed" and "3 of 4" in each.message for each in file.findings)
+
+
+def test_an_answer_of_another_shape_is_named_and_paths_that_a_server_lacks_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with stand_in(fault="failed") as (url, _), pytest.raises(BenchError, match="another shape than OpenAI"):
+        measure(url, paths=("text",))
+    with run_server(lambda: FakeService(TEXT_ONLY)) as url:
+        file = measure(url, concurrency=(1,), rounds=1)
+    assert [run.path for run in file.runs] == ["text"]
+    left_out = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "is left out" in line]
+    assert left_out == [each for each in PATHS if each != "text"]
+
+
+def test_a_turn_that_the_server_ends_counts_from_the_last_word() -> None:
+    """The silence that the server waits for is part of it; the microphone goes on."""
+    with fake_server() as (url, _):
+        file = measure(url, paths=("realtime",), concurrency=(1,), rounds=1, server_vad=True)
+    (sample,) = file.runs[0].samples
+    assert not sample.error and sample.audio_times[0] - sample.scheduled > 0.2 and sample.audio_s > 0.9
 
 
 def _failing_after(server: Any, count: int) -> Any:

@@ -93,6 +93,10 @@ class StandIn:
         )
         async with self._one if self.fault == "flat" else nullcontext():
             yield self._chunk({"role": "assistant", "content": ""})
+            if self.fault == "flood":
+                yield self._chunk({"content": " more"}) * 100_000
+            if self.fault == "failed":
+                yield 'data: {"choices": [{"delta": {"content": 3}}]}\n\n'
             await self._pause(FIRST_S + (count * STEP_S if self.fault == "blob" else 0))
             if self.shape == "sglang":  # text in one piece; the sound below
                 yield self._chunk({"content": "".join(words)})
