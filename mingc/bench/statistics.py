@@ -87,7 +87,6 @@ class Estimate:
         sd: their standard deviation (n - 1); None of a single repeat.
         low, high: bootstrap interval of the mean, at `CONFIDENCE`; None where there is but one request.
         error: standard error of the mean by the bootstrap; None as above.
-        num_repeats: that have a value.
     """
 
     mean: float
@@ -95,7 +94,6 @@ class Estimate:
     low: float | None
     high: float | None
     error: float | None
-    num_repeats: int
 
 
 def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:
@@ -119,7 +117,7 @@ def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:
     num = len(values)
     mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if num > 1 else None
     if sum(measure.num_requests for measure in repeats) < 2:
-        return Estimate(mean, sd, None, None, None, num)
+        return Estimate(mean, sd, None, None, None)
     chosen = random.integers(num, size=(RESAMPLES, num))
     means = np.stack(resampled)[chosen, random.integers(RESAMPLES, size=(RESAMPLES, num))].mean(axis=1)
     means = means[~np.isnan(means)]
@@ -127,4 +125,4 @@ def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:
     low, high = np.quantile(means, [edge, 1 - edge])
     # Of a few repeats, those drawn vary less than repeats do.
     error = float(np.std(means)) * (num / (num - 1)) ** 0.5 if num > 1 else float(np.std(means))
-    return Estimate(mean, sd, float(low), float(high), error, num)
+    return Estimate(mean, sd, float(low), float(high), error)
