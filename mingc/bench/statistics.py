@@ -87,7 +87,6 @@ class Estimate:
         sd: their standard deviation (n - 1); None of a single repeat.
         low, high: bootstrap interval of the mean, at `CONFIDENCE`; None where there is but one request.
         error: standard error of the mean by the bootstrap; None as above.
-        num_repeats: that have a value.
     """
 
     mean: float
@@ -95,7 +94,6 @@ class Estimate:
     low: float | None
     high: float | None
     error: float | None
-    num_repeats: int
 
 
 def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:
@@ -111,19 +109,20 @@ def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:
         if not size or np.isnan(value := measure.of(np.ones((1, size)))[0]):
             continue
         values.append(value)
-        counts = random.multinomial(size, np.full(size, 1 / size), size=RESAMPLES).astype(np.float64)
-        resampled.append(measure.of(counts))
+        drawn = random.integers(size, size=(RESAMPLES, size)) + size * np.arange(RESAMPLES)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=RESAMPLES * size).reshape(RESAMPLES, size)
+        resampled.append(measure.of(counts.astype(np.float64)))
     if not values:
         return None
     num = len(values)
     mean, sd = float(np.mean(values)), float(np.std(values, ddof=1)) if num > 1 else None
     if sum(measure.num_requests for measure in repeats) < 2:
-        return Estimate(mean, sd, None, None, None, num)
-    drawn = random.integers(num, size=(RESAMPLES, num))
-    means = np.stack(resampled)[drawn, random.integers(RESAMPLES, size=(RESAMPLES, num))].mean(axis=1)
+        return Estimate(mean, sd, None, None, None)
+    chosen = random.integers(num, size=(RESAMPLES, num))
+    means = np.stack(resampled)[chosen, random.integers(RESAMPLES, size=(RESAMPLES, num))].mean(axis=1)
     means = means[~np.isnan(means)]
     edge = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [edge, 1 - edge])
     # Of a few repeats, those drawn vary less than repeats do.
     error = float(np.std(means)) * (num / (num - 1)) ** 0.5 if num > 1 else float(np.std(means))
-    return Estimate(mean, sd, float(low), float(high), error, num)
+    return Estimate(mean, sd, float(low), float(high), error)

@@ -61,7 +61,7 @@ def test_repeats_that_differ_widen_the_interval() -> None:
     levels = np.array([10.0, 11.0, 13.0, 12.0, 9.0])
     repeats = [Ratio(level + RANDOM.normal(0, 0.01, 50), np.ones(50)) for level in levels]
     found = estimate(repeats, seed=4)
-    assert found is not None and found.error is not None and found.num_repeats == 5
+    assert found is not None and found.error is not None
     assert found.mean == pytest.approx(11, abs=0.01) and found.sd == pytest.approx(
         np.std(levels, ddof=1), abs=0.01
     )
