@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audited_server import stand_in
 from mingc_command import ENVIRONMENT, mingc_here
 from PIL import Image, ImageDraw
 from server_thread import fake_server
-from stand_in_server import stand_in
 
 from mingc.audit.audit import is_server
 from mingc.audit.questions import COOKBOOK, digest_of, media_part

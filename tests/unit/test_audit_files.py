@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from audited_server import HZ, tones, wav
 from mingc_command import CHECKPOINT, mingc_here
 from numpy.typing import NDArray
-from stand_in_server import HZ, tones, wav
 
 from mingc.media.dsp.resample import resample
 
