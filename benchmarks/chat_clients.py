@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import random
@@ -29,8 +28,6 @@ class Seen:
         num_tokens: (prompt, answer) as the server counts them; zeros when the client hung up before the end.
         cached_tokens: prompt tokens that the server found in its prefix cache.
         text: the answer.
-        audio: time of each `pcm16` delta, and bytes received by then.
-        timings_ms: moments of the answer as the server saw them.
     """
 
     sent_at: float
@@ -38,8 +35,6 @@ class Seen:
     num_tokens: tuple[int, int] = (0, 0)
     cached_tokens: int = 0
     text: str = ""
-    audio: list[tuple[float, int]] = field(default_factory=list)
-    timings_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def first_ms(self) -> float:
@@ -93,10 +88,6 @@ async def ask(client: httpx.AsyncClient, request: dict[str, Any] | bytes, until:
                 seen.arrivals.append(now)
                 if until is not None and now > until:
                     break
-            if data := (delta.get("audio") or {}).get("data"):
-                before = seen.audio[-1][1] if seen.audio else 0
-                seen.audio.append((now, before + len(base64.b64decode(data))))
-            seen.timings_ms = event.get("timings_ms", seen.timings_ms)
     return seen
 
 

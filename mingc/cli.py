@@ -24,6 +24,7 @@ COMMANDS = (
     "verify",
     "probe",
     "audit",
+    "bench",
     "bundle",
     "voices",
     "doctor",

@@ -12,6 +12,7 @@ MingcError                 exit code 1
 │   ├── IntegrityError     a file is missing or changed
 │   ├── SignatureError     a signature is missing, or not made over these files by this key
 │   └── IncompatibleError  the artifact was built for something else
+├── BenchError             a server cannot be measured
 └── ServeError             a running server; each has an HTTP status
     ├── RequestError       a fault of the client (400 by default)
     ├── CapacityError      no capacity at present (503)
@@ -119,6 +120,10 @@ class SignatureError(ArtifactError):
 
 class IncompatibleError(ArtifactError):
     """The artifact was built for another torch, target, or world size; lists every difference."""
+
+
+class BenchError(MingcError):
+    """A server cannot be measured."""
 
 
 class ServeError(MingcError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Literal
 
 from mingc.bench import records
@@ -62,9 +64,9 @@ def read_baseline(path: Path, paths: Sequence[str], loads: Sequence[Load]) -> Be
 def compare(before: BenchFile, now: BenchFile) -> Comparison:
     """Give each figure a verdict.
 
-    A figure is better or worse when the two intervals do not overlap and the change exceeds `TOLERANCE`. The intervals
-    are widened by the number of figures (Bonferroni), so that one chance in twenty remains that any of them all seems
-    changed, where only chance is at work. Without an interval, the verdict is unknown.
+    A figure is better or worse when the interval of its change excludes zero, and the change exceeds `TOLERANCE`. The
+    intervals are widened by the number of figures (Bonferroni): of servers that do not differ, any figure seems changed
+    in about one comparison of twenty. Without an interval, the verdict is unknown.
     """
     old, new = estimates(before.runs), estimates(now.runs)
     pairs = [
@@ -73,11 +75,11 @@ def compare(before: BenchFile, now: BenchFile) -> Comparison:
         for figure, value in figures.items()
         if figure in old.get((path, load), {})
     ]
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
+    widest = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2 / max(1, len(pairs)))
     changes = [
         Change(
             path=path, load=load, figure=figure, before=earlier, now=value,
-            verdict=_verdict(figure, earlier, value, confidence),
+            verdict=_verdict(figure, earlier, value, widest),
         )
         for path, load, figure, earlier, value in pairs
     ]  # fmt: skip
@@ -85,15 +87,15 @@ def compare(before: BenchFile, now: BenchFile) -> Comparison:
     return Comparison(changes=tuple(changes), notes=(*_differences(before, now), *_missing(old, new)))
 
 
-def _verdict(figure: Figure, before: Estimate, now: Estimate, confidence: float) -> Verdict:
-    earlier, later = before.interval(confidence), now.interval(confidence)
-    if earlier is None or later is None:
+def _verdict(figure: Figure, before: Estimate, now: Estimate, num_errors: float) -> Verdict:
+    """`num_errors`: standard errors of the change within which it may be chance."""
+    if before.error is None or now.error is None:
         return "unknown"
+    change = now.mean - before.mean
     tolerance = 0.0 if figure.unit == "%" else TOLERANCE * abs(before.mean)
-    is_higher = later[0] > earlier[1]
-    if not (is_higher or later[1] < earlier[0]) or abs(now.mean - before.mean) <= tolerance:
+    if abs(change) <= max(tolerance, num_errors * math.hypot(before.error, now.error)):
         return "no difference"
-    return "better" if is_higher == figure.is_higher_better else "worse"
+    return "better" if (change > 0) == figure.is_higher_better else "worse"
 
 
 def _differences(before: BenchFile, now: BenchFile) -> list[str]:

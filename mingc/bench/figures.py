@@ -141,11 +141,15 @@ def measures(run: Run) -> Iterator[tuple[Figure, Measure]]:
 
 
 def _wall_shares(run: Run) -> Floats:
-    """Share of each request in the wall time: of a closed loop by the time it took, otherwise equal."""
+    """Share of each request in the wall time: of a closed loop by the time it took, otherwise equal.
+
+    Spoken turns have equal shares, too: most of their time is the speaker's.
+    """
     taken = np.array([sample.ended - sample.sent for sample in run.samples])
-    if run.load.kind == "open" or not taken.sum() > 0:
+    if run.load.kind == "open" or run.path == "realtime" or not taken.sum() > 0:
         taken = np.ones(len(taken))
-    return run.wall_s * taken / taken.sum()
+    shares: Floats = run.wall_s * taken / taken.sum()
+    return shares
 
 
 def _quantile(figure: Figure, owned: Sequence[Sequence[float]], q: float) -> Iterator[tuple[Figure, Measure]]:

@@ -1,6 +1,7 @@
 """What `mingc bench` sends and what it saw, as its JSON file keeps it.
 
-Times of a `Sample` are seconds since the beginning of its `Run`, on a clock that all client processes share.
+Times of a `Sample` are seconds since the beginning of its `Run`, in steps of 10 µs, on a clock that all client
+processes share.
 """
 
 from __future__ import annotations
@@ -11,19 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from mingc.bench.paths import PATHS as PATHS
 from mingc.errors import ConfigError
 
 SCHEMA = 1
-PATHS: dict[str, str] = {
-    "text": "text → streamed text",
-    "image": "image and text → streamed text",
-    "clip": "spoken clip and text → streamed text",
-    "speech": "text → speech, whole",
-    "speech-stream": "text → streamed speech",
-    "spoken": "text → streamed text and speech in one chat",
-    "realtime": "a spoken turn of a session → speech",
-    "transcription": "spoken clip → its text",
-}
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +25,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
         id: names it in its data set; unique there.
         messages: of a chat, as the API takes them.
         text: to be spoken.
-        clip: a sound file: of `realtime` and `transcription`.
+        clip: a sound file: of `realtime` and `transcription`; of `speech` and `speech-stream` the voice to speak with.
+        clip_text: the words of that voice's clip.
         expected: the right answer, for the score of a data set; None: the answer is not scored.
         max_tokens: most tokens of the answer; None: as the command says.
     """
@@ -43,6 +36,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
     clip: bytes = b""
+    clip_text: str = ""
     expected: str | None = None
     max_tokens: int | None = None
 
@@ -61,10 +55,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         status: HTTP status; 0: there was no response.
         first_byte: when the first byte of the body came.
         token_times: when each piece of text came.
-        text: the answer, or the transcript of what was spoken.
+        text: the answer; of speech whose item has an expected answer, its transcript.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them; None: it does not say.
         stated_audio_s: seconds of speech as the server counts them (usage); None: it does not say.
-        fixed_tokens: number of tokens that was asked for; None: as many as the model wants.
+        fixed_tokens: number of tokens that was asked for; 0: as many as a right answer needs; None: the server takes no
+            number.
         finish_reason: as the server says.
         audio_times: when each chunk of sound came.
         audio_samples: sample frames in each of these chunks.
@@ -130,12 +125,14 @@ class ClientState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         num_processes: that sent the requests.
         busy: share of the wall time in which the busiest process computed.
-        max_lag_s: the latest that the event loop of a process was.
+        lag_s: how late the event loop of the worst process was, 99th percentile: so wrong may times be.
+        clock_s: resolution of their clock.
     """
 
     num_processes: int
     busy: float
-    max_lag_s: float
+    lag_s: float
+    clock_s: float
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +180,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
         command: the command line.
         date: of the beginning, ISO 8601, UTC.
         hardware: of the machine of the clients (`cpu`, `cores`, `gpu` where there is one).
-        versions: of Python, mingc and the HTTP client.
+        versions: of Python, mingc and the HTTP client; `commit` of mingc in a checkout.
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
         scores: of data sets: name → figure → value.
@@ -209,8 +206,12 @@ def grouped(runs: Sequence[Run]) -> Mapping[tuple[str, Load], list[Run]]:
     return found
 
 
+def encode(file: BenchFile) -> bytes:
+    return msgspec.json.encode(file)
+
+
 def write(path: Path, file: BenchFile) -> None:
-    path.write_bytes(msgspec.json.encode(file) + b"\n")
+    path.write_bytes(encode(file) + b"\n")
 
 
 def read(path: Path) -> BenchFile:

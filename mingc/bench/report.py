@@ -42,7 +42,7 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
     }
     sections = [_traps(file)]
     if comparison is not None:
-        sections.append(_verdicts(comparison))
+        sections.append(_verdicts(comparison, has_changed=True))
     if found:
         sections.append(_overview(found))
     sections += [_scores(file)] * bool(file.scores)
@@ -53,6 +53,8 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
                 path, own, {load: runs for (each, load), runs in grouped(file.runs).items() if each == path}
             )
         )
+    if comparison is not None and any(change.verdict == "no difference" for change in comparison.changes):
+        sections.append(_verdicts(comparison, has_changed=False))
     return ReportPage(title=f"mingc bench {' '.join(file.servers)}", facts=facts, sections=tuple(sections))
 
 
@@ -69,25 +71,26 @@ def _traps(file: BenchFile) -> Section:
     return Section(heading="Traps", notes=tuple(notes), tables=(table,), is_bad=True)
 
 
-def _verdicts(comparison: Comparison) -> Section:
-    counts = {
-        verdict: sum(change.verdict == verdict for change in comparison.changes) for verdict in VERDICTS
-    }
+def _verdicts(comparison: Comparison, *, has_changed: bool) -> Section:
+    """Figures that changed, or are not known to; otherwise those without a difference."""
     rows = tuple(
         (f"{change.path} {change.load.label}", change.figure.label, change.verdict, _cell(change.before),
          _cell(change.now), _relative(change.before, change.now))
         for change in comparison.changes
+        if (change.verdict != "no difference") == has_changed
     )  # fmt: skip
+    tables = (
+        Table(caption="", columns=("load", "figure", "verdict", "baseline", "now", "change"), rows=rows),
+    )
+    if not has_changed:
+        return Section(heading="No difference to the baseline", tables=tables)
+    counts = {
+        verdict: sum(change.verdict == verdict for change in comparison.changes) for verdict in VERDICTS
+    }
     return Section(
         heading="Against the baseline",
         notes=(", ".join(f"{verdict}: {count}" for verdict, count in counts.items()), *comparison.notes),
-        tables=(
-            Table(
-                caption="Verdicts",
-                columns=("load", "figure", "verdict", "baseline", "now", "change"),
-                rows=rows,
-            ),
-        ),
+        tables=tables if rows else (),
         is_bad=comparison.is_worse,
     )
 
@@ -129,8 +132,9 @@ def _path(path: str, found: Mapping[Load, Figures], runs: Mapping[Load, Sequence
             figures[members[0]].mean == 100 for figures in found.values() if members[0] in figures
         )
         if not is_dull:
-            lines = {_line(figure): (figure, found) for figure in members}
-            charts += _over_loads(f"{group}, {members[0].unit}" if members[0].unit else group, lines)
+            lines = {_line(figure) if members[1:] else figure.name: (figure, found) for figure in members}
+            unit = f", {members[0].unit}" if members[0].unit else ""
+            charts += _over_loads(f"{group}{unit}" if members[1:] else members[0].label, lines)
     charts += [chart for figure in _SPREAD if figure in names for chart in _spread(figure, runs)]
     columns = ("figure", *(load.label for load in found))
     rows: list[tuple[Cell, ...]] = [
@@ -160,7 +164,7 @@ def _groups(figures: Sequence[Figure] | Mapping[Figure, None]) -> Mapping[str, l
 def _line(figure: Figure) -> str:
     """Name of a figure within its chart."""
     if figure.name.startswith("server: "):
-        return figure.name.removeprefix("server: ")
+        return figure.name.removeprefix("server: ").partition(",")[0]
     return figure.name.rpartition(", ")[2]
 
 
@@ -183,8 +187,8 @@ def _over_loads(title: str, lines: Mapping[str, tuple[Figure, Mapping[Load, Figu
                 yield Chart(
                     title=title + of_bursts,
                     x_label=x_label,
-                    y_label=title.rpartition(", ")[2],
-                    series={name: points for name, points in series.items() if points},
+                    y_label=next(iter(lines.values()))[0].unit,
+                    series=series,
                 )
 
 
@@ -240,7 +244,7 @@ def _relative(before: Estimate, now: Estimate) -> str:
 
 def _number(value: float) -> str:
     """Three significant digits, and all those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{round(value, 9):.3g}"
 
 
 def _words(values: Mapping[str, object]) -> str:

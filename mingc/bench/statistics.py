@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +40,10 @@ class Ratio:
 
     def of(self, counts: Floats) -> Floats:
         total = counts @ self.weights
-        return np.divide(counts @ self.amounts, total, out=np.full(len(counts), np.nan), where=total > 0)
+        found: Floats = np.divide(
+            counts @ self.amounts, total, out=np.full(len(counts), np.nan), where=total > 0
+        )
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,8 @@ def _quantiles(values: Floats, counts: Floats, q: float) -> Floats:
     """Quantile of sorted `values` that occur `counts` (B, values) times."""
     ends = np.cumsum(counts, axis=1)
     places = q * (ends[:, -1] - 1)
-    found = np.full(len(counts), np.nan)
-    for row in np.flatnonzero(ends[:, -1]):
-        below = np.floor(places[row])
-        low, high = values[np.searchsorted(ends[row], [below, np.ceil(places[row])], side="right")]
-        found[row] = low + (high - low) * (places[row] - below)
+    low, high = (values[(ends <= at[:, None]).sum(axis=1)] for at in (np.floor(places), np.ceil(places)))
+    found: Floats = low + (high - low) * (places % 1)
     return found
 
 
@@ -97,13 +96,6 @@ class Estimate:
     high: float | None
     error: float | None
     num_repeats: int
-
-    def interval(self, confidence: float) -> tuple[float, float] | None:
-        """Interval of the mean at any confidence, by the standard error."""
-        if self.error is None:
-            return None
-        width = NormalDist().inv_cdf(0.5 + confidence / 2) * self.error
-        return self.mean - width, self.mean + width
 
 
 def estimate(repeats: Sequence[Measure], seed: int) -> Estimate | None:

@@ -25,10 +25,10 @@ function show(value) {
   return value;
 }
 
-// `heads`: names of columns; `rows`: arrays of values; `caption` may be empty, then `label` names the table.
+// `heads`: names of columns; `rows`: arrays of values; `caption` may be empty; `label` says what part of the page it is.
 function table(parent, caption, heads, rows, label) {
-  const region = { class: "scroll", role: "region", tabindex: 0, "aria-label": caption || label };
-  const own = add(add(parent, "div", null, region), "table");
+  const region = { class: "scroll", role: "region", tabindex: 0, "aria-label": [label, caption].filter(Boolean).join(": ") };
+  const own = add(add(parent, "div", null, region), "table", null, heads.length === 2 ? { class: "facts" } : {});
   if (caption) add(own, "caption", caption);
   const isNumber = (value) => typeof value === "number" || /^[-+−]?[\d.,]+( ± .*| \(.*| [–%].*)?$/.test(value);
   const kinds = heads.map((_, column) => {
@@ -97,7 +97,7 @@ function chart(parent, { name, xLabel, yLabel, series, roofs = [], isLogX = true
     add(svg, "text", show(tick), { x: left - 6, y: y.place(tick) + 4, "text-anchor": "end" });
   }
   add(svg, "text", xLabel, { x: left + width / 2, y: top + height + 36, "text-anchor": "middle" });
-  add(svg, "text", yLabel, { x: 14, y: top + height / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${top + height / 2})` });
+  if (yLabel) add(svg, "text", yLabel, { x: 14, y: top + height / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${top + height / 2})` });
   const legend = add(figure, "ul", null, { class: "legend" });
   Object.entries(series).forEach(([label, own], index) => {
     const colour = "s" + (index % NUM_COLOURS);
@@ -109,7 +109,7 @@ function chart(parent, { name, xLabel, yLabel, series, roofs = [], isLogX = true
         add(group, "line", null, { class: "range", x1: x.place(point.x), x2: x.place(point.x), y1: y.place(point.low), y2: y.place(point.high) });
       add(add(group, "circle", null, { class: "point", cx: x.place(point.x), cy: y.place(point.y), r: 3.5 }), "title", point.label);
     }
-    add(legend, "li", label, { class: colour });
+    if (drawn.length && !(Object.keys(series).length === 1 && name.startsWith(label))) add(legend, "li", label, { class: colour });
   });
   for (const roof of roofs) {
     const first = Math.max(x.low, y.low / roof.slope);

@@ -116,8 +116,7 @@ def to_html(page: ReportPage) -> str:
 def fill(template: str, report: object) -> str:
     """Put the shared style and script, and the JSON of the dataclass `report`, into their places in `template`."""
     figures = json.dumps(_finite(encode(report)), indent=1, allow_nan=False, ensure_ascii=False)
-    # A file name that is not UTF-8 has lone surrogates, which no browser can show.
-    text = html.escape(figures.encode(errors="replace").decode())
+    text = html.escape(_encodable(figures))
     for mark, name in (("{STYLE}", "report_page.css"), ("{LIBRARY}", "report_page.js")):
         template = template.replace(mark, _resource(name))
     return template.replace("{REPORT}", text)
@@ -133,19 +132,26 @@ def to_markdown(page: ReportPage) -> str:
         for table in section.tables:
             parts.extend([f"**{_plain(table.caption)}**"] if table.caption else [])
             parts.append(_markdown_table(table))
-    return "\n\n".join(parts) + "\n"
+    return _encodable("\n\n".join(parts) + "\n")
 
 
 def _markdown_table(table: Table) -> str:
-    rows = [[_plain(cell) for cell in row] for row in (table.columns, *table.rows)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" + "|--:" * (len(rows[0]) - 1) + "|", *lines[1:]])
+    rows = [[_plain(cell) for cell in row] for row in table.rows]
+    is_number = [all(re.match(r"[-+\d]|$", cell) for cell in column) for column in zip(*rows, strict=True)]
+    marks = "|".join("--:" if right and at else "---" for at, right in enumerate(is_number))
+    lines = ["| " + " | ".join(row) + " |" for row in (map(_plain, table.columns), *rows)]
+    return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
 
 
 def _plain(cell: Cell) -> str:
     """Text that Markdown shows as it is, in one line."""
     text = "" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
     return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which the name of a file has that is not UTF-8, and no reader can show."""
+    return text.encode(errors="replace").decode()
 
 
 def _resource(name: str) -> str:

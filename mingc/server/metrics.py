@@ -35,6 +35,7 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.server import tracing
+from mingc.server.stages import stages_ms
 
 _Each = TypeVar("_Each", bound=Event | tuple[int, Event])
 
@@ -44,16 +45,6 @@ _BETWEEN_TOKENS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 
 _LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _REALTIME_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 _STAGE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-# Stages of the time to the first token and the first audio: the moments of `Done.timings_ms` at their ends.
-STAGES = {
-    "preprocess_queue": (None, "preprocessing"),
-    "preprocess": ("preprocessing", "prepared"),
-    "encode": ("prepared", "encoded"),
-    "queue": ("encoded", "prefill"),
-    "prefill": ("prefill", "first_token"),
-    "first_segment": ("first_token", "first_segment"),
-    "first_patch": ("first_segment", "first_audio"),
-}
 # Name and help of the counters that engines keep, by field of `ServiceLoad`.
 _ENGINE_COUNTERS = {
     "num_underruns": (
@@ -373,11 +364,8 @@ class Metrics:
 
     def observe_stages(self, timings_ms: Mapping[str, float]) -> None:
         """Record the stages of a finished request from `Done.timings_ms`; a stage that it did not have is left out."""
-        for stage, (begin, end) in STAGES.items():
-            first = 0.0 if begin is None else timings_ms.get(begin)
-            last = timings_ms.get(end)
-            if first is not None and last is not None:
-                self._stages.labels(stage).observe(max(0.0, last - first) / 1e3)
+        for stage, passed in stages_ms(timings_ms):
+            self._stages.labels(stage).observe(passed / 1e3)
 
     def timer(self) -> RequestTimer:
         """Start the timer of one request."""

@@ -12,7 +12,6 @@ from speech_clients import ReceivedSpeech
 from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
-CONVERSATION = "conversation.py"
 CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
 THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
 
@@ -37,13 +36,6 @@ THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
             [PREFIX, "--artifact", "x", "--prompt-tokens", "31"],
             "argument --prompt-tokens: 31 is not at least 32",
         ),
-        (
-            [CONVERSATION, "--artifact", "x", "--workloads", "text,song"],
-            "argument --workloads: 'song' is not one of text, image, clip, speech",
-        ),
-        ([CONVERSATION, "--artifact", "x", "--rates", "4,2"], "argument --rates: '4,2' is not LOW,HIGH"),
-        ([CONVERSATION, "--artifact", "x", "--rates", "4"], "argument --rates: '' is not a number"),
-        ([CONVERSATION, "--artifact", "x", "--tokens", "1"], "argument --tokens: 1 is not at least 2"),
         ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
         ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),
         (

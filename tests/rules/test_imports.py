@@ -275,7 +275,25 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.text",
     ),
     # What every kind of session shares; a folder for each kind beside it; the app knows them all.
-    "mingc.server": ("mingc", "mingc.console.signals", "mingc.errors", "mingc.options", "mingc.runtime"),
+    "mingc.server.stages": (),  # names that clients read too
+    "mingc.server": (
+        "mingc",
+        "mingc.console.signals",
+        "mingc.errors",
+        "mingc.options",
+        "mingc.runtime",
+        "mingc.server.stages",
+    ),
+    # A client: it knows a server by HTTP.
+    "mingc.bench": (
+        "mingc",
+        "mingc.console",
+        "mingc.errors",
+        "mingc.host",
+        "mingc.options",
+        "mingc.server.stages",
+        "mingc.text",
+    ),
     "mingc.server.http": (
         "mingc",
         "mingc.errors",
@@ -685,9 +703,15 @@ def test_schedulers_load_without_torch() -> None:
 def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
     loaded = modules_after(
         "import mingc, mingc.cli, mingc.console.report, mingc.errors, mingc.commands.doctor_report\n"
-        "import mingc.artifacts.artifact, mingc.bundles.inspection, mingc.verify.verification"
+        "import mingc.artifacts.artifact, mingc.bench.options, mingc.bundles.inspection, mingc.verify.verification"
     )
-    for package in ("torch", "numpy", "rich", "safetensors"):
+    for package in ("torch", "numpy", "rich", "safetensors", "msgspec"):
+        assert not within(loaded, package)
+
+
+def test_the_benchmark_is_a_client() -> None:
+    loaded = modules_after(import_all("mingc.bench"))
+    for package in ("torch", "mingc.runtime", "mingc.artifacts.artifact", "mingc.server.http"):
         assert not within(loaded, package)
 
 

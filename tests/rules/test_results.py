@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mingc.bench.records import read
+
 ROOT = Path(__file__).parents[2]
 # README and docs cite every file of `results`; notes may cite the files of `archive` as well.
 RESULTS, ARCHIVE = (sorted((ROOT / "benchmarks" / name).glob("*.json")) for name in ("results", "archive"))
@@ -26,6 +28,11 @@ def named(document: Path) -> set[str]:
 def test_a_result_records_its_provenance(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert result["schema"] == 1
+    if "runs" in result:
+        file = read(path)
+        assert file.command.startswith("mingc bench ") and COMMIT.fullmatch(file.versions.get("commit", ""))
+        assert file.date and file.runs and file.hardware["cpu"]
+        return
     assert result["benchmark"] and result["date"] and result["figures"]
     assert result["versions"]["torch"]
     if "-cpu-" in path.stem:

@@ -7,13 +7,12 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from chromium import BROWSER, browse
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import EngineCost
@@ -38,9 +37,6 @@ from mingc.probe.report import (
 )
 
 HOSTILE = '<script>alert(1)</script> & "quoted" \'\x00\x1b[31m\udcff'
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-if BROWSER is not None and subprocess.run([BROWSER, "--version"], capture_output=True).returncode:
-    BROWSER = None  # it does not start on this machine
 RATES = PeakRates(
     device="A CPU",
     copy_tb_s=0.009,
@@ -261,32 +257,6 @@ document.title = JSON.stringify({charts: document.querySelectorAll("svg").length
   heads: [...document.querySelectorAll("h2")].map((each) => each.textContent),
   points: document.querySelectorAll("circle").length, width: document.documentElement.scrollWidth});
 </script>"""
-
-
-def browse(path: Path, folder: Path) -> tuple[str, str]:
-    """The document as headless Chromium has it after loading, and what it logged."""
-    assert BROWSER is not None
-    words = (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        # A new profile would ask for updates and a default search engine first, which takes time and a network.
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-quic",
-        "--disable-sync",
-        "--window-size=1200,900",
-        "--enable-logging=stderr",
-    )
-    done = subprocess.run(
-        [BROWSER, *words, f"--user-data-dir={folder}", "--dump-dom", path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, done.stderr
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
