@@ -724,8 +724,9 @@ def test_the_command_line_and_the_artifacts_load_without_torch() -> None:
         assert not within(loaded, package)
 
 
-def test_the_benchmark_is_a_client() -> None:
-    loaded = modules_after(import_all("mingc.bench"))
+@pytest.mark.parametrize("client", ["mingc.bench", "mingc.audit"])
+def test_the_benchmark_and_the_audit_are_clients(client: str) -> None:
+    loaded = modules_after(import_all(client))
     for package in ("torch", "mingc.runtime", "mingc.artifacts.artifact", "mingc.server.http"):
         assert not within(loaded, package)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from known_answers import stand_in
+from audited_server import stand_in
 from mingc_command import ENVIRONMENT, mingc_here
 from PIL import Image, ImageDraw
 from server_thread import fake_server
@@ -95,10 +95,13 @@ def test_each_fault_of_answers_is_noticed_by_its_checks() -> None:
     assert all("500" in each for each in found["failing"].values())
 
 
-def test_wrong_answers_to_published_prompts_are_noticed() -> None:
-    with stand_in(answers={**GOOD, "请详细介绍鹦鹉的生活习性。": "企鹅生活在南极。"}) as url:
-        report = audit("--self", url, code=3)
-    assert report["reasons"] == ["A: parrots: '企鹅生活在南极。' lacks 鹦鹉, 热带, 种子, 栖息, 社交"]
+def test_an_answer_needs_enough_keywords_at_the_beginnings_of_words() -> None:
+    questions = {each.name: each for each in COOKBOOK}
+    assert questions["parrots"].missing("企鹅生活在南极。") == ["鹦鹉", "热带", "种子", "栖息", "社交"]
+    assert questions["parrots"].missing("鹦鹉在热带的森林里成群生活。") == []
+    assert questions["friendly sentence"].missing("Say one friendly sentence.") == ["hello"]
+    assert questions["tensor parallelism"].missing("It distributes tensors; many GPUs work.") == []
+    assert questions["tensor parallelism"].missing("Extensors distribute.") == ["tensor", "device", "comput"]
 
 
 def test_two_servers_are_judged_alone_and_beside_each_other() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
-from known_answers import HZ, tones, wav
+from audited_server import HZ, tones, wav
 from mingc_command import CHECKPOINT, mingc_here
 from numpy.typing import NDArray
 
