@@ -166,7 +166,7 @@ def _glyph_rows(case: str, text: str, engines: Engines, log: ReferenceLog) -> ND
     log.ids(
         f"{case}.glyph.ids", GlyphTokenizer(parameters.added_tokens, parameters.max_length).encode(text)[None]
     )
-    (rows,) = _encode(engines, [text])
+    rows: NDArray[np.generic] = _encode(engines, [text])[0]
     return rows
 
 
