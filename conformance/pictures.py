@@ -108,7 +108,7 @@ def _replay_loop(
     if picture.shape != recorded.shape:
         log.skip(f"{case}.image", "the recorded picture has its final size")
     elif log.is_exact:
-        off = np.abs(picture.astype(np.int64) - recorded)
+        off = np.abs(picture.astype(np.int64) - recorded.astype(np.int64))
         share = float((off > 0).mean())
         log.rule(
             f"{case}.image",

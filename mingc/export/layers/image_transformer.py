@@ -85,12 +85,14 @@ class ImageBlock(nn.Module):
         if self.modulation is None or time is None:
             x = x + rms_norm(self.attend(attention_in, rope), self.attention_norm2, self.eps)
             inner = rms_norm(x, self.ffn_norm1, self.eps)
-            return x + rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
+            plain: Tensor = x + rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
+            return plain
         scale1, gate1, scale2, gate2 = self.modulation(time).unsqueeze(1).chunk(4, dim=-1)
         context = self.attend(attention_in * (1 + scale1), rope)
         x = x + gate1.tanh() * rms_norm(context, self.attention_norm2, self.eps)
         inner = rms_norm(x, self.ffn_norm1, self.eps) * (1 + scale2)
-        return x + gate2.tanh() * rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
+        out: Tensor = x + gate2.tanh() * rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
+        return out
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Bidirectional attention within each sequence, (B, T, D) → (B, T, D).
