@@ -41,7 +41,8 @@ class Dim:
     """A dim that varies between calls.
 
     The runtime pads it up to the smallest of `buckets` that is large enough. Every size is a multiple of
-    `multiple`. With no buckets the size is fixed when the process starts (sizes of pools).
+    `multiple`. With no buckets the size is fixed when the process starts (sizes of pools), or every size is computed as
+    it is.
     """
 
     name: str

@@ -8,8 +8,8 @@ nothing here compiles or runs engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -128,7 +128,8 @@ class GraphDef:
     with the expert ids (tokens, K) and weights (tokens, K): low-precision engines are compared token by token (see
     `mingc.export.checks.routing`). Graphs with the largest `compile_cost` are compiled first. `slots` names an int64
     input (rows,) of a graph whose states are pools: a call reads and writes only these rows of their first axis, and
-    row 0, which is padding.
+    row 0, which is padding. `typical_dims`: sizes of dims without buckets that one engine takes as they are; its cost
+    is counted at them, and probe times it at them.
     """
 
     spec: GraphSpec
@@ -138,6 +139,7 @@ class GraphDef:
     check_dims: dict[str, int]
     routing: str | None = None
     compile_cost: int = 0
+    typical_dims: Mapping[str, int] = field(default_factory=dict)
     slots: str | None = None
     sizes: tuple[dict[str, int], ...] = ()
 

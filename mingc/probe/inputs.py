@@ -27,7 +27,7 @@ class ProbeCase:
     """One graph at one set of sizes.
 
     Attributes:
-        sizes: sizes of the bucketed dims.
+        sizes: sizes of the bucketed dims, and of dims that take every size.
         context: tokens of each request before this call; together with the new ones at most `room`.
         parameters: the stage's parameters, from the manifest.
     """
@@ -175,6 +175,10 @@ def _num_frames(case: ProbeCase, shape: _Shape) -> Tensor:
 
 
 def _positions(case: ProbeCase, shape: _Shape) -> Tensor:
+    """Of words, and of a picture: frame, row and column of each token."""
+    limits = case.parameters.get("max_positions")
+    if isinstance(limits, list | tuple):
+        return _draw(min(limits), shape)
     return (case.context + torch.arange(shape[-1] if case.tokens > 1 else 1)).expand(shape)
 
 
@@ -202,6 +206,7 @@ def _sampling(case: ProbeCase, shape: _Shape) -> Tensor:
 
 _RULES: Mapping[str, Callable[[ProbeCase, _Shape], Tensor]] = {
     "input_ids": _input_ids,
+    "ids": lambda case, shape: 3 + _draw(256, shape),  # bytes
     "embed_kind": lambda case, shape: _draw(3, shape),
     "positions": _positions,
     "page_table": _page_table,

@@ -270,11 +270,15 @@ def _choose(artifact: Artifact, options: ProbeOptions) -> list[_Target]:
 
 
 def _targets(artifact: Artifact) -> Iterator[_Target]:
-    """Yield static engines at their size, and dynamic ones at every combination of buckets that fits a request."""
+    """Yield static engines at their size, and dynamic ones at every combination of buckets that fits a request.
+
+    A dim without buckets has the size that the cost was counted at.
+    """
     for stage, record in artifact.manifest.stages.items():
         for graph in record.graphs.values():
             for engine in graph.engines:
-                for sizes in graph.spec.bucket_sizes() if engine.dims is None else [engine.dims]:
+                counted = [each.dims for each in engine.cost] or graph.spec.bucket_sizes()
+                for sizes in counted if engine.dims is None else [engine.dims]:
                     target = _Target(
                         stage=stage,
                         spec=graph.spec,

@@ -189,7 +189,6 @@ class Metrics:
             "Seconds from the end of the request body to the first picture of a request, complete or not.",
             _LATENCY_S,
         )
-        self.generated_images = self._counter("generated_images", "Pictures that were drawn.")
         self._stages = self._histogram(
             "stage_seconds",
             "Seconds of the stages of a finished request up to its first text and audio: preprocess_queue (for a "
@@ -408,14 +407,17 @@ def describe_metrics() -> list[MetricInfo]:
 
 
 class RequestTimer:
-    """Times the first text, the first audio and the gaps between texts of one request, from its own creation."""
+    """Times the first text, audio and picture, and the gaps between texts of one request, from its own creation."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = time.monotonic()
-        self._first = {TextDelta: metrics.time_to_first_token, AudioDelta: metrics.time_to_first_audio}
+        self._first = {
+            TextDelta: metrics.time_to_first_token,
+            AudioDelta: metrics.time_to_first_audio,
+            ImageDone: metrics.time_to_first_image,
+        }
         self._last_token: dict[int, float] = {}  # by answer
-        self._has_no_picture = True
 
     @asynccontextmanager
     async def measure(self, events: AsyncIterator[_Each]) -> AsyncIterator[AsyncIterator[_Each]]:
@@ -438,18 +440,13 @@ class RequestTimer:
 
     def _see(self, answer: int, event: Event | ImageEvent) -> None:
         now = time.monotonic()
-        if (histogram := self._first.pop(type(event), None)) is not None:
+        kind = ImageDone if isinstance(event, PartialImage) else type(event)
+        if (histogram := self._first.pop(kind, None)) is not None:
             histogram.observe(now - self._start)
         if isinstance(event, TextDelta):
             if answer in self._last_token:
                 self._metrics.between_tokens.observe(now - self._last_token[answer])
             self._last_token[answer] = now
-        elif isinstance(event, ImageDone | PartialImage):
-            if self._has_no_picture:
-                self._metrics.time_to_first_image.observe(now - self._start)
-            self._has_no_picture = False
-            if isinstance(event, ImageDone):
-                self._metrics.generated_images.inc()
         elif isinstance(event, Done):
             self._metrics.count_usage(event.usage)
             self._metrics.observe_stages(event.timings_ms)

@@ -18,6 +18,7 @@ import torch
 from fake_omni import chat, speech_request
 from held_resources import service_resources, wait_until_free
 from image_checkpoint import IMAGE_DATA
+from live_memory import LiveMemory
 from mingc_command import mingc
 from PIL import Image
 from preprocess_data import png
@@ -29,6 +30,7 @@ from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.runtime.engines.stage_loader import load_stage
 from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.worker import Batch, Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import (
     Done,
@@ -344,3 +346,37 @@ def test_draw_writes_the_picture_of_the_service(image_artifact: Path, tmp_path: 
     with Image.open(file) as picture:
         assert picture.format == "PNG"
         assert np.abs(np.asarray(picture).astype(int) - LOOPS["e2e_t2i.image"]).max() <= 1
+
+
+@pytest.mark.parametrize(("size", "num_pictures"), [((512, 512), 1), ((512, 512), 3), ((256, 1024), 2)])
+def test_a_batch_takes_no_more_memory_than_is_planned(
+    size: tuple[int, int], num_pictures: int, worker: ImageWorker
+) -> None:
+    """And the plan is no more than a few times of what it takes."""
+    engines = worker.engines
+    memory = ImageMemory(
+        sampler=engines.parameters, vae=engines.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+    )
+    drawing = replace(drawing_of("g2_square"), size=size)
+    prepared = worker.prepare(drawing)
+    batch = worker.begin(prepared, range(num_pictures))
+    with LiveMemory() as step:
+        worker.step(batch)
+    with LiveMemory() as decode:
+        worker.decode(batch, 0)
+    planned = memory.step_bytes(
+        size, num_pictures, num_caption=prepared.captions.shape[1], num_samples=2, num_frames=1
+    )
+    assert step.peak <= planned <= 2 * step.peak
+    assert decode.peak <= memory.decode_bytes(size) <= 5 * decode.peak
+
+
+def test_the_cost_of_a_step_is_that_of_a_picture_of_1024_pixels_with_guidance(image_artifact: Path) -> None:
+    """2 · rows · weights of all blocks, and 4 · rows² · width of attention; within what embeddings and ends add."""
+    manifest = open_artifact(image_artifact).manifest
+    (engine,) = manifest.stages["image_dit"].graphs["velocity"].engines
+    (cost,) = engine.cost
+    width, inner, picture, whole = 96, 256, 4096, 4096 + 512
+    rows = 2 * (2 * whole + picture)  # two samples through two layers and, without the caption, a refiner
+    attention = 2 * 4 * width * (2 * whole**2 + picture**2)
+    assert cost.flops == pytest.approx(rows * 2 * (4 * width**2 + 3 * width * inner) + attention, rel=0.03)

@@ -170,6 +170,28 @@ def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return artifact_path
 
 
+def test_bytes_of_a_text_and_places_in_a_picture_are_in_their_ranges() -> None:
+    spec = GraphSpec(
+        name="velocity",
+        inputs=(tensor("positions", "int64", "N", 3), tensor("ids", "int64", "B", 5)),
+        outputs=(),
+        dims=(
+            Dim(name="B", minimum=1, maximum=8),
+            Dim(name="N", minimum=32, maximum=4096, multiple=32),
+        ),
+    )
+    case = ProbeCase(
+        stage="image_dit",
+        spec=spec,
+        sizes={"B": 2, "N": 64},
+        context=0,
+        parameters={"max_positions": [9, 7, 8]},
+    )
+    made = case.make(torch.device("cpu"))
+    assert made["positions"].shape == (64, 3) and 0 <= made["positions"].min() <= made["positions"].max() < 7
+    assert made["ids"].shape == (2, 5) and 3 <= made["ids"].min() <= made["ids"].max() < 259
+
+
 @pytest.mark.parametrize(
     "engines, batches, says",
     [

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -31,11 +32,15 @@ _WRITES = {"index_put_", "index_copy_"}
 
 
 def count_cost(
-    program: torch.export.ExportedProgram, spec: GraphSpec, static_shapes: Mapping[str, int] | None
+    program: torch.export.ExportedProgram,
+    spec: GraphSpec,
+    static_shapes: Mapping[str, int] | None,
+    typical_dims: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[EngineCost, ...]:
     """Cost of one call, at the sizes `static_shapes` of a static engine or at every combination of buckets.
 
-    Dims without buckets (sizes of pools) are set to their minimum: no count may depend on them.
+    Dims without buckets have their size of `typical_dims`. Those without one, sizes of pools, have their minimum: no
+    count may depend on them.
     """
     tally = _tally(program, spec)
     sums = {
@@ -49,7 +54,11 @@ def count_cost(
     }
     return tuple(
         _evaluate(sums, tally.uncounted, sizes, _symbols(program, spec, sizes))
-        for sizes in ([dict(static_shapes)] if static_shapes is not None else spec.bucket_sizes())
+        for sizes in (
+            [dict(static_shapes)]
+            if static_shapes is not None
+            else [{**typical_dims, **each} for each in spec.bucket_sizes()]
+        )
     )
 
 

@@ -33,6 +33,8 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 _PART = "transformer"
 _MULTIPLE = 32  # tokens of picture and caption are padded to multiples of this, in the reference
 _MAX_TOKENS = 16384  # a picture of 2048 × 2048, or two frames of a smaller one
+# With guidance, of 1024 × 1024 pixels, and at the released sizes with a text to show.
+_TYPICAL_DIMS = {"B": 2, "N": 4096, "K": 512}
 # Default arguments of the reference.
 _NUM_STEPS = 30
 _GUIDANCE = 2.0
@@ -200,6 +202,7 @@ def _caption_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
         example=example,
         trace_dims={"B": 2, "K": 3 * _MULTIPLE},
         check_dims={"B": 2, "K": 2 * _MULTIPLE},
+        typical_dims={name: _TYPICAL_DIMS[name] for name in "BK"},
     )
 
 
@@ -249,6 +252,7 @@ def _velocity_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
         trace_dims={"B": 2, "N": 5 * _MULTIPLE, "K": 3 * _MULTIPLE},
         check_dims={"B": 2, "N": 2 * _MULTIPLE, "K": _MULTIPLE},
         compile_cost=2,
+        typical_dims=_TYPICAL_DIMS,
     )
 
 

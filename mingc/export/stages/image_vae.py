@@ -21,6 +21,7 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSourc
 
 _PART = "image_vae"
 _MAX_ROWS = 256  # latents along a side: pictures of up to 2048 pixels
+_TYPICAL_DIMS = {"h": 128, "w": 128}  # 1024 × 1024 pixels
 
 
 class ImageVaeStage(Stage):
@@ -92,6 +93,7 @@ class ImageVaeStage(Stage):
                 example=example,
                 trace_dims={"h": 6, "w": 10},
                 check_dims={"h": 8, "w": 6},
+                typical_dims=_TYPICAL_DIMS,
             )
 
         return [graph("decode", latents, pixels), graph("encode", pixels, latents)]

@@ -58,7 +58,7 @@ def compile_engine(task: GraphTask, opened: OpenGraph, static_shapes: dict[str, 
         file=file,
         dims=static_shapes,
         compile_seconds=round(seconds, 1),
-        cost=count_cost(program, plan.spec, static_shapes),
+        cost=count_cost(program, plan.spec, static_shapes, plan.typical_dims),
     )
 
 

@@ -43,17 +43,26 @@ class ImageMemory:
     def batch_bytes(
         self, size: Size, num_pictures: int, *, num_caption: int, num_samples: int, num_frames: int
     ) -> int:
-        """Bytes at the most for pictures of `size` (H, W) in pixels.
+        """Bytes at the most, in steps or at the end, for pictures of `size` (H, W) in pixels.
 
         `num_samples`: 2 with guidance. `num_frames`: 2 with a reference. `num_caption`: rows.
         """
+        step_bytes = self.step_bytes(
+            size, num_pictures, num_caption=num_caption, num_samples=num_samples, num_frames=num_frames
+        )
+        return max(step_bytes, self.decode_bytes(size))
+
+    def step_bytes(
+        self, size: Size, num_pictures: int, *, num_caption: int, num_samples: int, num_frames: int
+    ) -> int:
+        """For a step. Arguments: as of `batch_bytes`."""
         tokens = padded(num_frames * self.num_tokens(size), self.sampler.token_multiple)
         rows = num_pictures * num_samples * (tokens + num_caption)
         hidden, wide = self.sampler.hidden_size, self.sampler.feed_forward_size
         row_bytes = (_HIDDEN * hidden + _WIDE * wide) * self.itemsize + _FLOATS * hidden * _FLOAT
-        return max(rows * row_bytes, self._decode_bytes(size))
+        return rows * row_bytes
 
-    def _decode_bytes(self, size: Size) -> int:
+    def decode_bytes(self, size: Size) -> int:
         """For one picture: they are decoded one after the other."""
         pixels = size[0] * size[1]
         places = pixels // self.vae.scale**2

@@ -35,6 +35,9 @@ def read_drawing(*sources: tuple[str, Struct]) -> dict[str, Any]:
     asked, aspect = _size(fields), _aspect(fields)
     if asked is not None and aspect is not None:
         raise invalid(fields.param("aspect_ratio"), "is given beside a size; send one of them")
+    guidance, negative = fields.get("guidance_scale"), fields.get("negative_prompt") or None
+    if negative is not None and guidance is not None and guidance <= 1:
+        raise invalid(fields.param("negative_prompt"), "needs a 'guidance_scale' above 1")
     height, width = asked or (None, None)
     return {
         "height": height,
@@ -43,8 +46,8 @@ def read_drawing(*sources: tuple[str, Struct]) -> dict[str, Any]:
         "aspect": aspect,
         "seed": _seed(fields),
         "num_steps": fields.integer("num_inference_steps"),
-        "guidance": fields.get("guidance_scale"),
-        "negative_prompt": fields.get("negative_prompt") or None,
+        "guidance": guidance,
+        "negative_prompt": negative,
     }
 
 
