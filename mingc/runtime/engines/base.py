@@ -31,7 +31,10 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs, state and weights in spec order → outputs in spec order. State is updated in place."""
+        """Inputs, state and weights in spec order → outputs in spec order. State is updated in place.
+
+        Inputs are contiguous: compiled code reads them by their shapes alone.
+        """
 
 
 class Graph:

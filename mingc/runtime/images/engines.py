@@ -101,7 +101,7 @@ class ImageEngines:
         channels, height, width = pixels.shape
         scale = self.vae.scale
         cells = pixels.reshape(1, channels, height // scale, scale, width // scale, scale)
-        return self._encode.run(pixels=cells)["latents"][0]
+        return self._encode.run(pixels=cells.contiguous())["latents"][0]
 
 
 def _batch(graph: Graph, count: int) -> int:

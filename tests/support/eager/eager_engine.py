@@ -46,6 +46,8 @@ class EagerEngine(Engine):
             _assign(self._self, _PREFIX + name, weights[name])
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # Compiled code would read others wrong, without an error.
+        assert all(each.is_contiguous() for each in tensors), "an engine got a tensor that is not contiguous"
         with torch.no_grad():
             return list(self._forward(self._self, *tensors))
 
