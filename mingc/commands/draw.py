@@ -45,7 +45,12 @@ class DrawReport:
 @option("--aspect", metavar="W:H", help="Shape, instead of a size. Default with a reference: its own.")
 @option("--reference", type=PATH, metavar="FILE", help="A picture to change.")
 @option("--negative-prompt", type=TEXT, help="What the picture shall not show.")
-@option("--seed", type=click.IntRange(0), show_default="random", help="Equal seeds give equal pictures.")
+@option(
+    "--seed",
+    type=click.IntRange(0, (1 << 53) - 1),
+    show_default="random",
+    help="Equal seeds give equal pictures.",
+)
 @option("--steps", type=click.IntRange(1, 200), show_default="the model's", help="Steps of the sampler.")
 @option(
     "--guidance",
@@ -72,9 +77,11 @@ def command(
     With a reference, PROMPT says what to change in it.
     """
     from mingc.console.report import show
+    from mingc.console.report_page import check_output_path
     from mingc.prompts.conversation import Message, TextPart
     from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, nearest_size, resolution_of
     from mingc.runtime.request import ImageRequest
+    from mingc.runtime.service.drawing import check_request
     from mingc.server.picture_format import PictureSpec, encode_picture
 
     suffix = output.suffix.lower()
@@ -84,6 +91,9 @@ def command(
             where="--output",
             fix=f"end it with {', '.join(_FORMATS)}",
         )
+    check_output_path(output, "--output")
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty", where="PROMPT", fix="say what to draw")
     if size is not None and aspect is not None:
         raise ConfigError("--size and --aspect exclude each other", where="--aspect", fix="leave one out")
     asked = None if size is None else _numbers(_SIZE, size, "--size", "1024x1024")
@@ -113,6 +123,7 @@ def command(
         negative_prompt=negative_prompt,
         reference=part,
     )
+    check_request(request)
     log = step_logger("draw")
     picture = asyncio.run(_draw(artifact, request, log))
     data = encode_picture(

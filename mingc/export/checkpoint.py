@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,30 @@ class Part:
         """The file that `config` was read from."""
         return self.root / self.layout.config
 
+    def size(self, key: str, *path: str) -> int:
+        """The config value at `path` + `key`, a whole number above 0. Raises: CheckpointError."""
+        return check_size(self.require(key, *path), ".".join((*path, key)), str(self.config_file))
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """The config value at `key`, a list of one or more whole numbers above 0. Raises: CheckpointError."""
+        found, where = self.require(key), str(self.config_file)
+        if not isinstance(found, list) or not found:
+            raise CheckpointError(
+                f"{key} is {found!r}, expected a list of whole numbers above 0", where=where
+            )
+        return tuple(check_size(each, key, where) for each in found)
+
+    def number(self, key: str, *, is_signed: bool = False) -> float:
+        """The config value at `key`, a finite number, above 0 unless `is_signed`. Raises: CheckpointError."""
+        return check_number(self.require(key), key, str(self.config_file), is_signed=is_signed)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """The config value at `key`; one without a default is required. Raises: CheckpointError."""
+        found = self.require(key) if default is None else self.config.get(key, default)
+        if not isinstance(found, bool):
+            raise CheckpointError(f"{key} is {found!r}, expected true or false", where=str(self.config_file))
+        return found
+
     def require(self, key: str, *path: str) -> Any:
         """The config value at `path` + `key`; CheckpointError names the file when it is absent."""
         value: Any = self.config
@@ -114,6 +139,22 @@ class Part:
                 raise CheckpointError(f"config key {dotted} is missing", where=str(self.config_file))
             value = value[step]
         return value
+
+
+def check_size(value: Any, key: str, where: str) -> int:
+    """`value`. Raises: CheckpointError unless it is a whole number above 0."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise CheckpointError(f"{key} is {value!r}, expected a whole number above 0", where=where)
+    return value
+
+
+def check_number(value: Any, key: str, where: str, *, is_signed: bool = False) -> float:
+    """`value`. Raises: CheckpointError unless it is a finite number, above 0 unless `is_signed`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (value <= 0 and not is_signed):
+        kind = "a number" if is_signed else "a number above 0"
+        raise CheckpointError(f"{key} is {value!r}, expected {kind}", where=where)
+    return float(value)
 
 
 @dataclass(frozen=True)

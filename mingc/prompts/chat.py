@@ -132,23 +132,26 @@ class ChatProcessor:
         writer.close()
         return self._finish(writer)
 
-    def prepare_picture(self, messages: Sequence[Message], *, num_queries: Sequence[int]) -> PicturePrompt:
+    def prepare_picture(
+        self, messages: Sequence[Message], *, num_queries: Sequence[int], param: str = "messages"
+    ) -> PicturePrompt:
         """Write the prompt of a picture: as of an answer, then a block of so many learned rows for each scale.
 
         The hidden rows of the last block are the answer (`ThinkerPrompt.queries`). `media_embeds` of the prompt end
         with the learned rows of all blocks; `text` is what `glyph_text` reads (spec: imagegen.md §1, §2.1).
+        `param`: what errors call the messages.
 
         Raises: as `prepare`.
         """
         num_tokens = sum(count + 2 for count in num_queries)
-        writer = self._write_with_media(messages, (), VideoParams(), False, num_tokens)
+        writer = self._write_with_media(messages, (), VideoParams(), False, num_tokens, param)
         for count in num_queries:
             writer.query_block(count)
         said = (
             each if isinstance(each, str) else self._tokenizer.decode(each, skip_special_tokens=False)
             for each in writer.said
         )
-        return PicturePrompt(self._finish(writer), "".join(said))
+        return PicturePrompt(self._finish(writer, param), "".join(said))
 
     def _write_with_media(
         self,
@@ -157,10 +160,11 @@ class ChatProcessor:
         video: VideoParams,
         thinking: bool,
         num_reserved: int = 0,
+        param: str = "messages",
     ) -> PromptWriter:
         """Write a conversation with its media, so that `num_reserved` tokens may follow. Raises: as `prepare` does."""
         check_messages(messages)
-        self._check_length(messages, tools)
+        self._check_length(messages, tools, param)
         left = _Left(
             num_bytes=0 if self._decoder is None else self._decoder.max_bytes,
             num_tokens=0,
@@ -385,10 +389,12 @@ class ChatProcessor:
                 return None
             raise
 
-    def _check_length(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    def _check_length(
+        self, messages: Sequence[Message], tools: Sequence[Tool], param: str = "messages"
+    ) -> None:
         """Refuse texts that cannot fit before tokenizing: 100 MB take minutes and gigabytes of memory."""
         num_characters = sum(map(_num_characters, messages)) + sum(len(tool.definition) for tool in tools)
-        self._check_characters(num_characters, "messages")
+        self._check_characters(num_characters, param)
 
     def _check_characters(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:

@@ -202,6 +202,7 @@ class ImageRequest:
         reference: the picture to change, which `messages` have, too; its pixels go to the sampler.
         num_partials: how many unfinished states of each picture are sent, at most `MAX_PARTIAL_IMAGES`.
         priority: requests with a lower one are drawn earlier.
+        where: what errors call the `messages`.
     """
 
     request_id: str
@@ -218,6 +219,7 @@ class ImageRequest:
     reference: MediaPart | None = None
     num_partials: int = 0
     priority: int = 0
+    where: str = "messages"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from fake_omni import chat, speech_request
 from held_resources import service_resources, wait_until_free
 from image_checkpoint import IMAGE_DATA
 from live_memory import LiveMemory
-from mingc_command import mingc
+from mingc_command import mingc, mingc_here
 from PIL import Image
 from preprocess_data import png
 from safetensors.numpy import load_file
@@ -307,15 +307,19 @@ WRONG = {
     "resolution": 600,
     "seed": -1,
     "num_partials": 4,
+    "negative_prompt": "fog",  # without guidance
 }
 
 
 def test_values_out_of_range_are_refused_by_name(service: OmniService) -> None:
     async def work() -> None:
         for field, value in WRONG.items():
+            others = {"guidance": 1.0} if field == "negative_prompt" else {}
             with pytest.raises(RequestError) as caught:
-                await draw(service, request_of(**{field: value}))
+                await draw(service, request_of(**{**others, field: value}))
             assert caught.value.param == field and caught.value.status == 400
+        with pytest.raises(RequestError, match="expected 0 to 9007199254740990"):
+            await draw(service, request_of(seed=(1 << 53) - 1, num_pictures=2))
 
     run(service, work())
 
@@ -346,6 +350,29 @@ def test_draw_writes_the_picture_of_the_service(image_artifact: Path, tmp_path: 
     with Image.open(file) as picture:
         assert picture.format == "PNG"
         assert np.abs(np.asarray(picture).astype(int) - LOOPS["e2e_t2i.image"]).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words", "where"),
+    [
+        ("A cat", ("--output", "absent/cat.png"), "--output"),
+        ("A cat", ("--output", "/proc/cat.png"), "--output"),
+        ("A cat", ("--output", "cat.tif"), "--output"),
+        (" ", (), "PROMPT"),
+        ("A cat", ("--guidance", "nan"), "guidance"),
+        ("A cat", ("--guidance", "1", "--negative-prompt", "fog"), "negative_prompt"),
+        ("A cat", ("--seed", 1 << 64), "--seed"),
+        ("A cat", ("--size", "1024x1"), "--size"),
+        ("A cat", ("--reference", "absent.png"), "--reference"),
+    ],
+)
+def test_draw_refuses_what_is_wrong_before_it_opens_the_artifact(
+    prompt: str, words: tuple[object, ...], where: str, tmp_path: Path
+) -> None:
+    output = () if "--output" in words else ("--output", tmp_path / "cat.png")
+    done = mingc_here("draw", tmp_path / "no-artifact", prompt, *output, *words)
+    assert done.code not in (0, 1) and where in done.stderr and "no-artifact" not in done.stderr, done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(("size", "num_pictures"), [((512, 512), 1), ((512, 512), 3), ((256, 1024), 2)])

@@ -11,6 +11,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -186,3 +187,17 @@ def test_hostile_pictures_are_refused_by_name(
         server.edit(image=[PICTURE, data] if where == "image[1]" else data)
     assert (refused.value.status_code, refused.value.code) == (status, code)
     assert refused.value.param == where
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+def test_a_text_beyond_the_context_is_refused_by_name(server: Server, field: str) -> None:
+    given = {"prompt": "A cat", "num_inference_steps": 2, field: '"' + "\u00e9" * 5000 + '"'}
+    refused = httpx.post(f"{server.url}/v1/images/generations", json=given, trust_env=False)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+
+
+def test_a_form_with_a_seed_that_is_no_number_is_refused_by_kind(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.edit(extra={"seed": "nan"})
+    assert (refused.value.code, refused.value.param) == ("invalid_type", "seed")

@@ -104,6 +104,22 @@ async function chats(width, colorScheme) {
     await close();
 }
 
+/** Where sound never starts, as in a browser without a device for it. */
+async function withoutSound() {
+    const { tab, close } = await open(1280, "light");
+    await tab.evaluate("AudioContext.prototype.resume = () => new Promise(() => {})");
+    await tab.fill("#text", "How are you?");
+    const sent = tab.waitForRequest(/chat\/completions/);
+    await tab.keyboard.press("Enter");
+    assert.equal((await sent).postDataJSON().modalities, undefined);
+    await settled(tab, 1);
+    await answers(tab).getByText("This browser plays no sound").waitFor();
+    assert.equal(await tab.locator("#speak").isChecked(), false);
+    await tab.getByRole("button", { name: "Talk live" }).click();
+    await phase(tab, "Listening");
+    await close();
+}
+
 /** A chat that answers with a picture, by a stand-in for a model that draws; then it is sent back. */
 async function drawings() {
     const { tab, messages, close } = await open(1280, "light");
@@ -339,6 +355,7 @@ async function talks(width, colorScheme) {
 try {
     await chats(1400, "light");
     await chats(400, "dark");
+    await withoutSound();
     await drawings();
     await scripted(1400, "dark");
     await scripted(400, "light");

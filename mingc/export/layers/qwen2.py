@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
+from mingc.export.checkpoint import check_number, check_size
 from mingc.export.config_fields import QWEN2, check_fields
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import Quantizable, WeightSource
@@ -59,6 +60,8 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
     needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "rms_norm_eps")
     missing = [key for key in needed if key not in raw]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"rope_scaling is {rope!r}, expected an object", where=where)
     theta = raw.get("rope_theta", rope.get("rope_theta"))
     if theta is None:
         missing.append("rope_theta")
@@ -68,31 +71,39 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
     check_fields(raw, QWEN2, where)
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise CheckpointError(f"rope scaling {rope} is not supported, only plain rope", where=where)
-    heads = int(raw["num_attention_heads"])
-    num_kv_heads = int(raw.get("num_key_value_heads") or heads)
+
+    def size(key: str, default: int | None = None) -> int:
+        found = raw.get(key)
+        return check_size(default if found is None else found, key, where)
+
+    heads = size("num_attention_heads")
+    num_kv_heads = size("num_key_value_heads", heads)
     if heads % num_kv_heads:
         raise CheckpointError(f"{heads} query heads do not divide into {num_kv_heads} key heads", where=where)
-    windows = _layer_windows(raw)
+    windows = _layer_windows(raw, size("num_hidden_layers"), where)
     return Qwen2Config(
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
+        hidden_size=size("hidden_size"),
+        intermediate_size=size("intermediate_size"),
         num_heads=heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
-        rope_theta=float(theta),
-        eps=float(raw["rms_norm_eps"]),
-        max_positions=int(raw.get("max_position_embeddings", 32768)),
+        head_dim=size("head_dim", size("hidden_size") // heads),
+        rope_theta=check_number(theta, "rope_theta", where),
+        eps=check_number(raw["rms_norm_eps"], "rms_norm_eps", where),
+        max_positions=size("max_position_embeddings", 32768),
         windows=windows[:max_layers],
     )
 
 
-def _layer_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
+def _layer_windows(raw: dict[str, Any], num_layers: int, where: str) -> tuple[int | None, ...]:
     """Window of each layer: by `layer_types`, or as HF does, of the layers from `max_window_layers` on."""
-    num_layers = int(raw["num_hidden_layers"])
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = raw.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise CheckpointError(f"layer_types is {types!r}, expected a list", where=where)
     if types is None:
-        first = int(raw.get("max_window_layers", 28))
+        first = raw.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise CheckpointError(f"max_window_layers is {first!r}, expected a whole number", where=where)
         types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
 

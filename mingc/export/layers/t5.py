@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingc.errors import CheckpointError
+from mingc.export.checkpoint import check_number, check_size
 from mingc.export.config_fields import T5, check_fields
 from mingc.export.layers.linear import empty_weight
 from mingc.export.stage import WeightSource
@@ -43,15 +44,19 @@ def read_t5_config(raw: dict[str, Any], where: str) -> T5Config:
     if missing := [key for key in needed if key not in raw]:
         raise CheckpointError(f"config keys missing: {', '.join(missing)}", where=where)
     check_fields(raw, T5, where)
+
+    def size(key: str, default: int | None = None) -> int:
+        return check_size(raw.get(key, default), key, where)
+
     return T5Config(
-        hidden_size=int(raw["d_model"]),
-        intermediate_size=int(raw["d_ff"]),
-        num_heads=int(raw["num_heads"]),
-        head_dim=int(raw["d_kv"]),
-        num_layers=int(raw["num_layers"]),
-        eps=float(raw.get("layer_norm_epsilon", 1e-6)),
-        num_buckets=int(raw.get("relative_attention_num_buckets", 32)),
-        max_distance=int(raw.get("relative_attention_max_distance", 128)),
+        hidden_size=size("d_model"),
+        intermediate_size=size("d_ff"),
+        num_heads=size("num_heads"),
+        head_dim=size("d_kv"),
+        num_layers=size("num_layers"),
+        eps=check_number(raw.get("layer_norm_epsilon", 1e-6), "layer_norm_epsilon", where),
+        num_buckets=size("relative_attention_num_buckets", 32),
+        max_distance=size("relative_attention_max_distance", 128),
     )
 
 

@@ -101,10 +101,10 @@ class GlyphStage(Stage):
         colours, fonts = (_read(_path(part, key)) for key in ("color_ann_path", "font_ann_path"))
         return GlyphConfig(
             encoder=encoder,
-            mapper=replace(encoder, num_layers=_size(part, "num_layers", "byt5_mapper_config")),
-            max_length=_size(part, "byt5_max_length"),
+            mapper=replace(encoder, num_layers=part.size("num_layers", "byt5_mapper_config")),
+            max_length=part.size("byt5_max_length"),
             added_tokens=(*(f"<color-{index}>" for index in range(len(colours))), *map(_font, fonts.items())),
-            width=_size(part, "sdxl_channels", "byt5_mapper_config"),
+            width=part.size("sdxl_channels", "byt5_mapper_config"),
         )
 
     def build(self, config: GlyphConfig, shard: Shard) -> Glyph:
@@ -164,15 +164,6 @@ class GlyphStage(Stage):
         return GlyphParameters(
             max_length=config.max_length, width=config.width, added_tokens=config.added_tokens
         )
-
-
-def _size(part: Part, key: str, *path: str) -> int:
-    found = part.require(key, *path)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise CheckpointError(
-            f"{'.'.join((*path, key))} is {found!r}, expected a size above 0", where=str(part.config_file)
-        )
-    return found
 
 
 def _path(part: Part, key: str) -> Path:

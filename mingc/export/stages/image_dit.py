@@ -73,15 +73,18 @@ class ImageDitStage(Stage):
         check_fields(schedule.config, SCHEDULER, str(schedule.config_file))
 
         def value(key: str, default: float) -> float:
-            return float(schedule.config.get(key, default))
+            return schedule.number(key, is_signed=True) if key in schedule.config else default
+
+        def count(key: str, default: int) -> int:
+            return schedule.size(key) if key in schedule.config else default
 
         config = ImageDitConfig(
             transformer=_transformer_config(transformer),
-            num_train_steps=int(schedule.require("num_train_timesteps")),
-            shift=float(schedule.require("shift")),
-            is_shift_dynamic=bool(schedule.require("use_dynamic_shifting")),
+            num_train_steps=schedule.size("num_train_timesteps"),
+            shift=schedule.number("shift"),
+            is_shift_dynamic=schedule.flag("use_dynamic_shifting"),
             # The defaults of the reference's scheduler.
-            dynamic_tokens=(int(value("base_image_seq_len", 256)), int(value("max_image_seq_len", 4096))),
+            dynamic_tokens=(count("base_image_seq_len", 256), count("max_image_seq_len", 4096)),
             dynamic_shifts=(value("base_shift", 0.5), value("max_shift", 1.15)),
         )
         if config.dynamic_tokens[0] >= config.dynamic_tokens[1] or config.shift <= 0:
@@ -125,10 +128,10 @@ class ImageDitStage(Stage):
 def _transformer_config(part: Part) -> ImageTransformerConfig:
     where = str(part.config_file)
     check_fields(part.config, IMAGE_DIT, where)
-    width, heads = int(part.require("dim")), int(part.require("n_heads"))
-    axes_dims = tuple(int(size) for size in part.require("axes_dims"))
-    axes_lens = tuple(int(size) for size in part.require("axes_lens"))
-    patches = part.require("all_patch_size")
+    width, heads = part.size("dim"), part.size("n_heads")
+    axes_dims = part.sizes("axes_dims")
+    axes_lens = part.sizes("axes_lens")
+    patches = part.sizes("all_patch_size")
     problems = [
         message
         for is_wrong, message in (
@@ -144,25 +147,25 @@ def _transformer_config(part: Part) -> ImageTransformerConfig:
                 min(axes_lens, default=0) < 2 * _MULTIPLE,
                 f"axes_lens {list(axes_lens)} must be {2 * _MULTIPLE} or more",
             ),
-            (len(patches) != 1 or min(patches) < 1, f"all_patch_size {patches} must be one size"),
+            (len(patches) != 1, f"all_patch_size {list(patches)} must be one size"),
         )
         if is_wrong
     ]
     if problems:
         raise CheckpointError("; ".join(problems), where=where)
     return ImageTransformerConfig(
-        num_layers=int(part.require("n_layers")),
-        num_refiner_layers=int(part.require("n_refiner_layers")),
+        num_layers=part.size("n_layers"),
+        num_refiner_layers=part.size("n_refiner_layers"),
         hidden_size=width,
         num_heads=heads,
-        latent_channels=int(part.require("in_channels")),
-        patch_size=int(patches[0]),
-        caption_width=int(part.require("cap_feat_dim")),
-        eps=float(part.require("norm_eps")),
-        rope_theta=float(part.require("rope_theta")),
+        latent_channels=part.size("in_channels"),
+        patch_size=patches[0],
+        caption_width=part.size("cap_feat_dim"),
+        eps=part.number("norm_eps"),
+        rope_theta=part.number("rope_theta"),
         axes_dims=axes_dims,
         axes_lens=axes_lens,
-        time_scale=float(part.require("t_scale")),
+        time_scale=part.number("t_scale"),
     )
 
 

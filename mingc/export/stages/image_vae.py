@@ -38,12 +38,11 @@ class ImageVaeStage(Stage):
         part = checkpoint.part(_PART)
         where = str(part.config_file)
         check_fields(part.config, IMAGE_VAE, where)
-        channels = tuple(int(width) for width in part.require("block_out_channels"))
-        groups, layers = int(part.require("norm_num_groups")), int(part.require("layers_per_block"))
-        if not channels or groups < 1 or any(width % groups for width in channels) or layers < 1:
+        channels = part.sizes("block_out_channels")
+        groups, layers = part.size("norm_num_groups"), part.size("layers_per_block")
+        if any(width % groups for width in channels):
             raise CheckpointError(
-                f"block_out_channels {list(channels)} do not divide into norm_num_groups {groups}, or "
-                f"layers_per_block {layers} is not positive",
+                f"block_out_channels {list(channels)} do not divide into norm_num_groups {groups}",
                 where=where,
             )
         for kind in ("down", "up"):
@@ -55,15 +54,15 @@ class ImageVaeStage(Stage):
                     where=where,
                 )
         return ImageVaeConfig(
-            latent_channels=int(part.require("latent_channels")),
+            latent_channels=part.size("latent_channels"),
             channels=channels,
             layers_per_block=layers,
             num_groups=groups,
-            scaling=float(part.require("scaling_factor")),
-            shift=float(part.require("shift_factor")),
+            scaling=part.number("scaling_factor"),
+            shift=part.number("shift_factor", is_signed=True),
             # diffusers has them unless the config says otherwise.
-            has_quant_conv=bool(part.config.get("use_quant_conv", True)),
-            has_post_quant_conv=bool(part.config.get("use_post_quant_conv", True)),
+            has_quant_conv=part.flag("use_quant_conv", True),
+            has_post_quant_conv=part.flag("use_post_quant_conv", True),
         )
 
     def build(self, config: ImageVaeConfig, shard: Shard) -> nn.Module:

@@ -68,13 +68,17 @@ def check_request(request: ImageRequest) -> None:
         ("width", request.width, 1, MAX_IMAGE_SIDE),
         ("num_partials", request.num_partials, 0, MAX_PARTIAL_IMAGES),
         ("aspect", request.aspect, 1 / MAX_IMAGE_SIDE, MAX_IMAGE_SIDE),
-        ("seed", request.seed, 0, MAX_SEED),
+        ("seed", request.seed, 0, MAX_SEED + 1 - request.num_pictures),  # of the last one at most MAX_SEED
     )
     for name, value, least, most in ranges:
         if value is not None and not least <= value <= most:  # refuses NaN, too
-            raise RequestError(f"{name} is {value}, expected {least:g} to {most:g}", param=name)
+            raise RequestError(f"{name} is {value}, expected {least} to {most}", param=name)
     if (request.height is None) != (request.width is None):
         raise RequestError("height and width must be given together", param="height")
+    if request.negative_prompt is not None and request.guidance is not None and request.guidance <= 1:
+        raise RequestError(
+            "negative_prompt needs a guidance above 1", fix="leave one of them out", param="negative_prompt"
+        )
     if request.resolution not in RESOLUTIONS:
         raise RequestError(
             f"resolution is {request.resolution}, expected one of {', '.join(map(str, RESOLUTIONS))}",

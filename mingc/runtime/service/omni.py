@@ -579,7 +579,11 @@ class OmniService:
             sizes = picture_sizes(request, reference)
             has_negative = request.negative_prompt is not None and guidance > 1
             conversations = [request.messages, *([negative_messages(request)] if has_negative else [])]
-            found = [await self._hidden_rows(each, timings, stream) for each in conversations]
+            names = (request.where, "negative_prompt")
+            found = [
+                await self._hidden_rows(each, name, timings, stream)
+                for each, name in zip(conversations, names, strict=False)
+            ]
             timings.mark("condition")
             usage = sum((usage for _, _, usage in found), Usage())
             hidden, texts, _ = zip(*found, strict=True)
@@ -626,14 +630,19 @@ class OmniService:
             )
 
     async def _hidden_rows(
-        self, messages: Sequence[Message], timings: Timings, stream: RequestStream
+        self, messages: Sequence[Message], param: str, timings: Timings, stream: RequestStream
     ) -> tuple[HiddenRowsItem, str, Usage]:
-        """The thinker's rows at the queries behind a conversation, the text of that prompt, and its tokens."""
+        """The thinker's rows at the queries behind a conversation, the text of that prompt, and its tokens.
+
+        `param`: what errors call the conversation.
+        """
         chat, images = self._chat_pipeline(), self._image_pipeline()
         texts: list[str] = []
 
         def prepare() -> PreparedPrompt:
-            prepared, text = chat.processor.prepare_picture(messages, num_queries=images.num_queries)
+            prepared, text = chat.processor.prepare_picture(
+                messages, num_queries=images.num_queries, param=param
+            )
             texts.append(text)
             return prepared
 

@@ -14,6 +14,7 @@ from mingc.server.http.field_errors import as_integer, invalid, shorten
 from mingc.server.http.request_schemas import DrawingFields
 
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
+_INTEGERS = ("width", "height", "num_inference_steps", "seed")
 _RATIO = re.compile(r"([1-9]\d{0,4}):([1-9]\d{0,4})")
 
 
@@ -45,7 +46,7 @@ def read_drawing(*sources: tuple[str, Struct]) -> dict[str, Any]:
         "resolution": (asked and resolution_of(asked)) or DEFAULT_RESOLUTION,
         "aspect": aspect,
         "seed": _seed(fields),
-        "num_steps": fields.integer("num_inference_steps"),
+        "num_steps": fields.get("num_inference_steps"),
         "guidance": guidance,
         "negative_prompt": negative,
     }
@@ -60,6 +61,8 @@ class _Fields:
             for name in DrawingFields.__struct_fields__:
                 if (value := getattr(source, name, None)) is None:
                     continue
+                if name in _INTEGERS:
+                    value = as_integer(value, prefix + name)
                 param, earlier = self._given.setdefault(name, (prefix + name, value))
                 if value != earlier:
                     raise invalid(prefix + name, f"contradicts '{param}'; they mean the same, send one")
@@ -67,16 +70,13 @@ class _Fields:
     def get(self, name: str) -> Any:
         return self._given.get(name, (name, None))[1]
 
-    def integer(self, name: str) -> int | None:
-        return as_integer(self.get(name), self.param(name))
-
     def param(self, name: str) -> str:
         return self._given.get(name, (name, None))[0]
 
 
 def _size(fields: _Fields) -> Size | None:
     """(height, width) of `size`, or of `width` and `height`."""
-    text, width, height = fields.get("size"), fields.integer("width"), fields.integer("height")
+    text, width, height = fields.get("size"), fields.get("width"), fields.get("height")
     if text in (None, "", "auto"):
         if width is None and height is None:
             return None
@@ -117,7 +117,7 @@ def _aspect(fields: _Fields) -> float | None:
 
 def _seed(fields: _Fields) -> int | None:
     """As in the official code, a negative seed requests a random one."""
-    seed = fields.integer("seed")
+    seed = fields.get("seed")
     if seed is None or seed < 0:
         return None
     if seed > MAX_SEED:

@@ -135,6 +135,7 @@ def _parsed(
         num_pictures=as_integer(body.n, "n") or 1,
         reference=pictures[0] if pictures else None,
         num_partials=num_partials,
+        where="prompt",
         priority=as_integer(body.priority, "priority") or 0,
         **read_drawing(("", body)),
     )

@@ -4,6 +4,8 @@ const RATE = 24000; // Hz, of all sound that the page sends and gets
 const MAX_UNSENT = 4 << 20; // bytes that may wait in a live conversation
 const MAX_PART = 10 << 20; // bytes of a picture or clip in a live conversation
 const MAX_ROUNDS = 5; // of tool calls in one answer
+const MAX_OPENING = 3000; // milliseconds that a browser may take to begin with sound
+const NO_SOUND = "This browser plays no sound: is there a device for it?";
 const NAME = "mingc";
 const STAGES = {
     preprocessing: "Thread takes it", prepared: "Media decoded", encoded: "Media encoded", prefill: "Prefill begins",
@@ -102,14 +104,18 @@ class Speaker {
     listeners = new Map(); // clip that has not ended → {started, ended}
     flushes = new Map();
 
-    /** Call it in answer to a key or a click first: browsers play no sound before. */
+    /**
+     * Returns whether sound is played; some browsers wait for ever where there is no device for it. Call it in answer to
+     * a key or a click first: browsers play no sound before.
+     */
     async open() {
-        this.opening ??= this.make().catch((error) => {
+        const late = new Promise((resolve) => setTimeout(resolve, MAX_OPENING, false));
+        this.opening ??= this.make();
+        const resumed = this.opening.then(() => this.context.resume());
+        return Promise.race([resumed.then(() => true), late]).catch(() => {
             this.opening = undefined;
-            throw error;
+            return false;
         });
-        await this.opening;
-        await this.context.resume();
     }
 
     async make() {
@@ -463,11 +469,13 @@ async function chat(parts) {
     answer?.abort();
     const stopping = (answer = new AbortController());
     await speaker.flush();
-    if (ui.speak.checked || !canChat()) await speaker.open();
+    const isHeard = (canChat() && !(ui.speak.checked && !ui.draw.checked)) || (await speaker.open());
     const user = new Turn("user", parts);
     const reply = Turn.answer("sending");
     setPhase("thinking");
     try {
+        if (!isHeard && !canChat()) throw new Error(NO_SOUND);
+        if (!isHeard) reply.note(withoutSound());
         if (canChat()) await chatRounds(reply, stopping.signal);
         else await speakText(reply, user.text, stopping.signal);
     } catch (error) {
@@ -484,6 +492,12 @@ async function chat(parts) {
     if (answer !== stopping) return;
     answer = null;
     setPhase(speaker.isPlaying ? "speaking" : "ready");
+}
+
+/** The answers come as text, until the user wants to hear them again. Returns what to say about it. */
+function withoutSound() {
+    ui.speak.checked = false;
+    return `${NO_SOUND} The answers come as text.`;
 }
 
 async function chatRounds(reply, signal) {
@@ -588,7 +602,8 @@ class Live {
 
     async start() {
         setPhase("connecting");
-        await speaker.open();
+        const isHeard = (await speaker.open()) || !ui.speak.checked;
+        this.problem = isHeard ? "" : ` ${withoutSound()}`;
         this.microphone = await Microphone.open(({ samples }) => this.hear(samples));
         if (live !== this) return this.microphone.close(); // ended meanwhile
         const url = address("v1/realtime");
@@ -692,7 +707,7 @@ class Live {
         for (const turn of [...conversation]) await this.create(turn, true);
         if (live !== this) return;
         this.isOpen = true;
-        say("The microphone is open.");
+        say(`The microphone is open.${this.problem}`);
         setPhase("listening");
     }
 
