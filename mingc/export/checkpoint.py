@@ -62,6 +62,9 @@ _LAYOUTS = {
 }
 
 
+_PICTURES = ("mlp", "connector", "transformer", "scheduler", "image_vae")  # `byt5` is optional
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a checkpoint: its config and the index of its tensors."""
@@ -189,6 +192,18 @@ class Checkpoint:
                 fix="download it from the model's repository, or leave its stages out",
             )
         return found
+
+    def check_pictures(self) -> None:
+        """Raises: CheckpointError when only some folders of image generation are there: it would draw nothing."""
+        absent = [_LAYOUTS[name].folder for name in _PICTURES if name not in self.parts]
+        found = [part.layout.folder for name, part in self.parts.items() if name in (*_PICTURES, "byt5")]
+        if absent and found:
+            raise CheckpointError(
+                f"image generation needs {'/, '.join(absent)}/ beside {'/, '.join(found)}/",
+                where=str(self.root),
+                fix="download the folders from the model's repository, or name --stages without image_condition, "
+                "glyph, image_dit and image_vae",
+            )
 
     def with_part(self, part: Part) -> Checkpoint:
         """This checkpoint with `part` in place of the one of its name."""

@@ -180,6 +180,8 @@ def _choose_stages(checkpoint: Checkpoint, recipe: ExportRecipe) -> list[Stage]:
     stages = (
         [find(name) for name in recipe.stages] if recipe.stages is not None else list(discover().values())
     )
+    if recipe.stages is None:
+        checkpoint.check_pictures()
     present = [stage for stage in stages if stage.is_present(checkpoint)]
     if recipe.stages is not None and len(present) < len(stages):
         absent = ", ".join(stage.name for stage in stages if stage not in present)

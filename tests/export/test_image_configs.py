@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from image_checkpoint import lay_image_checkpoint
+from mingc_command import mingc_here
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import open_configs
@@ -70,3 +72,15 @@ def test_a_number_of_the_wrong_kind_is_refused_by_file_and_key(file: str, folder
         assert key in refused.value.message and str(path) in str(refused.value.where), (key, value)
     path.write_text(json.dumps(config), encoding="utf-8")
     stage.config(open_configs(folder))
+
+
+def test_folders_without_the_others_are_refused_by_name(tmp_path: Path) -> None:
+    """An artifact of them would have the weights, and draw nothing."""
+    names = ("mlp", "connector", "transformer", "scheduler", "vae")
+    for absent in (*[{name} for name in names], {*names}):
+        root = lay_image_checkpoint(tmp_path / "-".join(sorted(absent)))
+        for name in absent:
+            shutil.rmtree(root / name)
+        done = mingc_here("export", root, "--output", tmp_path / "artifact", "--backend", "eager")
+        assert done.code == 1 and all(f"{name}/" in done.stderr for name in absent), done.stderr
+        assert "--stages without" in done.stderr and not (tmp_path / "artifact").exists()
