@@ -62,6 +62,7 @@ _LAYOUTS = {
 }
 
 
+FIX = "download the file again from the model's repository"
 _PICTURES = ("mlp", "connector", "transformer", "scheduler", "image_vae")  # `byt5` is optional
 
 
@@ -118,7 +119,7 @@ class Part:
         found, where = self.require(key), str(self.config_file)
         if not isinstance(found, list) or not found:
             raise CheckpointError(
-                f"{key} is {found!r}, expected a list of whole numbers above 0", where=where
+                f"{key} is {found!r}, expected a list of whole numbers above 0", where=where, fix=FIX
             )
         return tuple(check_size(each, key, where) for each in found)
 
@@ -130,7 +131,9 @@ class Part:
         """The config value at `key`; one without a default is required. Raises: CheckpointError."""
         found = self.require(key) if default is None else self.config.get(key, default)
         if not isinstance(found, bool):
-            raise CheckpointError(f"{key} is {found!r}, expected true or false", where=str(self.config_file))
+            raise CheckpointError(
+                f"{key} is {found!r}, expected true or false", where=str(self.config_file), fix=FIX
+            )
         return found
 
     def require(self, key: str, *path: str) -> Any:
@@ -139,7 +142,7 @@ class Part:
         for step in (*path, key):
             if not isinstance(value, dict) or step not in value:
                 dotted = ".".join((*path, key))
-                raise CheckpointError(f"config key {dotted} is missing", where=str(self.config_file))
+                raise CheckpointError(f"config key {dotted} is missing", where=str(self.config_file), fix=FIX)
             value = value[step]
         return value
 
@@ -147,7 +150,7 @@ class Part:
 def check_size(value: Any, key: str, where: str) -> int:
     """`value`. Raises: CheckpointError unless it is a whole number above 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{key} is {value!r}, expected a whole number above 0", where=where)
+        raise CheckpointError(f"{key} is {value!r}, expected a whole number above 0", where=where, fix=FIX)
     return value
 
 
@@ -156,7 +159,7 @@ def check_number(value: Any, key: str, where: str, *, is_signed: bool = False) -
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or (value <= 0 and not is_signed):
         kind = "a number" if is_signed else "a number above 0"
-        raise CheckpointError(f"{key} is {value!r}, expected {kind}", where=where)
+        raise CheckpointError(f"{key} is {value!r}, expected {kind}", where=where, fix=FIX)
     return float(value)
 
 

@@ -28,6 +28,7 @@ NUMBERS: dict[str, tuple[Stage, str, str, str]] = {
         "",
     ),
     "byt5/byt5.json": (GLYPH, "byt5_max_length", "", ""),
+    "byt5/font_uni_10-lang_idx.json": (GLYPH, "", "", "cn-HuXiaoBo-Bold"),
     "byt5/google__byt5-small/config.json": (
         GLYPH,
         "d_model d_ff d_kv num_heads num_layers relative_attention_num_buckets relative_attention_max_distance",
@@ -70,6 +71,7 @@ def test_a_number_of_the_wrong_kind_is_refused_by_file_and_key(file: str, folder
         with pytest.raises(CheckpointError) as refused:
             stage.config(open_configs(folder))
         assert key in refused.value.message and str(path) in str(refused.value.where), (key, value)
+        assert refused.value.fix
     path.write_text(json.dumps(config), encoding="utf-8")
     stage.config(open_configs(folder))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import check_number, check_size
+from mingc.export.checkpoint import FIX, check_number, check_size
 from mingc.export.config_fields import QWEN2, check_fields
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import Quantizable, WeightSource
@@ -61,7 +61,7 @@ def read_qwen2_config(raw: dict[str, Any], where: str, max_layers: int | None = 
     missing = [key for key in needed if key not in raw]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise CheckpointError(f"rope_scaling is {rope!r}, expected an object", where=where)
+        raise CheckpointError(f"rope_scaling is {rope!r}, expected an object", where=where, fix=FIX)
     theta = raw.get("rope_theta", rope.get("rope_theta"))
     if theta is None:
         missing.append("rope_theta")
@@ -99,11 +99,13 @@ def _layer_windows(raw: dict[str, Any], num_layers: int, where: str) -> tuple[in
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
     types = raw.get("layer_types")
     if types is not None and not isinstance(types, list):
-        raise CheckpointError(f"layer_types is {types!r}, expected a list", where=where)
+        raise CheckpointError(f"layer_types is {types!r}, expected a list", where=where, fix=FIX)
     if types is None:
         first = raw.get("max_window_layers", 28)
         if not isinstance(first, int):
-            raise CheckpointError(f"max_window_layers is {first!r}, expected a whole number", where=where)
+            raise CheckpointError(
+                f"max_window_layers is {first!r}, expected a whole number", where=where, fix=FIX
+            )
         types = ["sliding_attention" if index >= first else "full_attention" for index in range(num_layers)]
     return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
 

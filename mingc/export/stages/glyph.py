@@ -20,7 +20,7 @@ from mingc.artifacts.parameters import GlyphParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import Edge
 from mingc.errors import CheckpointError
-from mingc.export.checkpoint import Checkpoint, Part
+from mingc.export.checkpoint import FIX, Checkpoint, Part
 from mingc.export.config_fields import BYT5, check_fields
 from mingc.export.layers.linear import empty_weight
 from mingc.export.layers.t5 import T5Config, T5Stack, distance_buckets, read_t5_config, t5_stack_weights
@@ -99,6 +99,13 @@ class GlyphStage(Stage):
         file = _path(part, "byt5_ckpt_path") / "config.json"
         encoder = read_t5_config(_read(file), str(file))
         colours, fonts = (_read(_path(part, key)) for key in ("color_ann_path", "font_ann_path"))
+        for name, number in fonts.items():
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise CheckpointError(
+                    f"the number of the font {name} is {number!r}, expected a whole number",
+                    where=str(_path(part, "font_ann_path")),
+                    fix=FIX,
+                )
         return GlyphConfig(
             encoder=encoder,
             mapper=replace(encoder, num_layers=part.size("num_layers", "byt5_mapper_config")),
@@ -175,9 +182,15 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"the file cannot be read: {error}", where=str(file)) from error
+        raise CheckpointError(
+            f"the file cannot be read: {error}",
+            where=str(file),
+            fix=FIX,
+        ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"the file has {type(value).__name__}, expected an object", where=str(file))
+        raise CheckpointError(
+            f"the file has {type(value).__name__}, expected an object", where=str(file), fix=FIX
+        )
     return value
 
 

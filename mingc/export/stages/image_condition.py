@@ -93,10 +93,7 @@ class ImageConditionStage(Stage):
         for key in ("dit_type", "use_identity_mlp", "text_encoder_norm"):
             mlp.require(key)  # the reference assumes other values than the release has
         check_fields(mlp.config, IMAGE_MLP, where)
-        scales, width = mlp.require("img_gen_scales"), mlp.require("diffusion_c_input_dim")
-        for key, values in (("img_gen_scales", scales), ("diffusion_c_input_dim", [width])):
-            if not isinstance(values, list) or not values or not all(map(_is_size, values)):
-                raise CheckpointError(f"{key} is {mlp.config[key]!r}, expected sizes above 0", where=where)
+        scales, width = mlp.sizes("img_gen_scales"), mlp.size("diffusion_c_input_dim")
         geometry = read_qwen2_config(connector.config, str(connector.config_file))
         if any(window is not None for window in geometry.windows):
             raise CheckpointError(
@@ -107,7 +104,7 @@ class ImageConditionStage(Stage):
         return ImageConditionConfig(
             hidden_size=checkpoint.main.require("hidden_size", "llm_config"),
             norm_eps=checkpoint.main.require("rms_norm_eps", "llm_config"),
-            scales=tuple(scales),
+            scales=scales,
             width=width,
             connector=geometry,
         )
@@ -162,10 +159,6 @@ class ImageConditionStage(Stage):
     def ignored(self, checkpoint: Checkpoint) -> Sequence[tuple[str, str]]:
         reason = "the connector reads rows and gives rows, no tokens"
         return (("model.embed_tokens.", reason), ("lm_head.", reason))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 STAGE = ImageConditionStage()

@@ -136,7 +136,7 @@ def _transformer_config(part: Part) -> ImageTransformerConfig:
         message
         for is_wrong, message in (
             (width % heads, f"dim {width} does not divide into n_heads {heads}"),
-            (part.require("n_kv_heads") != heads, f"n_kv_heads differs from n_heads {heads}"),
+            (part.size("n_kv_heads") != heads, f"n_kv_heads differs from n_heads {heads}"),
             (len(axes_dims) != 3 or len(axes_lens) != 3, "axes_dims and axes_lens must have 3 values each"),
             (any(size % 2 for size in axes_dims), f"axes_dims {list(axes_dims)} must be even"),
             (
