@@ -1,0 +1,95 @@
+"""What a request for pictures asks of the thinker and of the sampler's memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from fake_images import DIT, VAE
+
+from mingc.errors import RequestError
+from mingc.prompts.conversation import Message, TextPart
+from mingc.prompts.glyph import GlyphTokenizer
+from mingc.runtime.images.memory import ImageMemory
+from mingc.runtime.images.worker import Drawing, PicturePrompt
+from mingc.runtime.request import ImageRequest
+from mingc.runtime.request_stream import HiddenRowsItem
+from mingc.runtime.service.drawing import ImagePipeline, negative_messages, picture_prompts, plan_batch
+
+MEMORY = ImageMemory(sampler=DIT, vae=VAE, itemsize=2, max_samples=8)
+
+
+def pipeline(**parts: Any) -> ImagePipeline:
+    return cast(ImagePipeline, SimpleNamespace(memory=MEMORY, num_queries=(1, 3), **parts))
+
+
+def said(role: Any, text: str) -> Message:
+    return Message(role=role, parts=(TextPart(text=text),))
+
+
+def test_a_negative_prompt_replaces_all_turns_but_not_the_instructions() -> None:
+    turns = (said("system", "Be brief."), said("user", "a cat"), said("assistant", "?"), said("user", "big"))
+    request = ImageRequest(request_id="x", messages=turns, negative_prompt="dogs")
+    assert negative_messages(request) == (turns[0], said("user", "dogs"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "ids"),
+    [
+        (("a cat", "dogs"), None),
+        (('"a"', "dogs"), (b'Text "a". ', b"")),
+        (("a cat", 'no "b"'), (b"", b'Text "b". ')),
+    ],
+)
+def test_if_either_prompt_shows_a_text_both_have_rows_of_glyphs(texts: Any, ids: Any) -> None:
+    """Spec: imagegen.md §2.2 (a byte b is b + 3, then 1 and zeros), §2.3: an empty text is the end token alone."""
+    glyphs = GlyphTokenizer((), 16)
+    hidden = [
+        HiddenRowsItem(residual=torch.full((3, 2), n), delta=-torch.ones(3, 2), reused_tokens=0, begun_at=0)
+        for n in (1.0, 2.0)
+    ]
+    prompts = picture_prompts(pipeline(glyphs=glyphs), hidden, texts)
+    assert [each.residual[0, 0].item() for each in prompts] == [1, 2]
+    assert all(torch.equal(each.delta, -torch.ones(3, 2)) for each in prompts)
+    if ids is None:
+        assert [each.glyph_ids for each in prompts] == [None, None]
+        return
+    for prompt, text in zip(prompts, ids, strict=True):
+        expected = [*(byte + 3 for byte in text), 1]
+        assert prompt.glyph_ids is not None
+        assert prompt.glyph_ids.tolist() == expected + [0] * (16 - len(expected))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize("num_glyphs", [None, 16])
+def test_a_batch_has_as_many_pictures_as_fit(
+    guidance: float, has_reference: bool, num_glyphs: int | None
+) -> None:
+    """To the byte: of the steps of a picture of 256 × 1024 (16 · 64 tokens of 16 × 16) the memory is linear."""
+    size, samples = (256, 1024), 1 if guidance <= 1 else 2
+    ids = None if num_glyphs is None else np.zeros(num_glyphs, np.int64)
+    drawing = Drawing(
+        size=size,
+        num_steps=4,
+        guidance=guidance,
+        prompt=PicturePrompt(residual=torch.zeros(3, 2), delta=torch.zeros(3, 2), glyph_ids=ids),
+        reference=np.zeros((*size, 3), np.uint8) if has_reference else None,
+    )
+    rows = samples * (16 * 64 * (1 + has_reference) + (20 if num_glyphs else 4))  # padded to fours
+    values = 6 * DIT.hidden_size + 3 * DIT.feed_forward_size
+    picture = rows * (values * MEMORY.itemsize + 4 * DIT.hidden_size * 4)
+    least = MEMORY.decode_bytes(size)
+    first = -(-least // picture)
+    for count in range(first, 8 // samples + 1):
+        assert plan_batch(pipeline(num_bytes=count * picture), drawing) == count
+        if count > first:
+            assert plan_batch(pipeline(num_bytes=count * picture - 1), drawing) == count - 1
+    assert plan_batch(pipeline(num_bytes=100 * picture + least), drawing) == 8 // samples
+    with pytest.raises(RequestError, match="a picture of 1024×256 needs") as refused:
+        plan_batch(pipeline(num_bytes=max(picture, least) - 1), drawing)
+    error = refused.value
+    assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
