@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,11 +20,13 @@ from mingc.runtime.request import ImageRequest
 from mingc.runtime.request_stream import HiddenRowsItem
 from mingc.runtime.service.drawing import ImagePipeline, negative_messages, picture_prompts, plan_batch
 
-MEMORY = ImageMemory(sampler=DIT, vae=VAE, itemsize=2, max_samples=8)
+WIDTH, INNER = 4096, 8192
+SAMPLER = replace(DIT, hidden_size=WIDTH, feed_forward_size=INNER)  # whose steps need more than the VAE
+MEMORY = ImageMemory(sampler=SAMPLER, vae=VAE, itemsize=2, max_samples=8)
 
 
 def pipeline(**parts: Any) -> ImagePipeline:
-    return cast(ImagePipeline, SimpleNamespace(memory=MEMORY, num_queries=(1, 3), **parts))
+    return cast(ImagePipeline, SimpleNamespace(**{"memory": MEMORY, "num_queries": (1, 3), **parts}))
 
 
 def said(role: Any, text: str) -> Message:
@@ -69,8 +72,8 @@ def test_if_either_prompt_shows_a_text_both_have_rows_of_glyphs(texts: Any, ids:
 def test_a_batch_has_as_many_pictures_as_fit(
     guidance: float, has_reference: bool, num_glyphs: int | None
 ) -> None:
-    """To the byte: of the steps of a picture of 256 × 1024 (16 · 64 tokens of 16 × 16) the memory is linear."""
-    size, samples = (256, 1024), 1 if guidance <= 1 else 2
+    """To the byte: a picture of 256 × 256 has 16 · 16 tokens, and a step needs the same for each."""
+    size, samples = (256, 256), 1 if guidance <= 1 else 2
     ids = None if num_glyphs is None else np.zeros(num_glyphs, np.int64)
     drawing = Drawing(
         size=size,
@@ -79,17 +82,19 @@ def test_a_batch_has_as_many_pictures_as_fit(
         prompt=PicturePrompt(residual=torch.zeros(3, 2), delta=torch.zeros(3, 2), glyph_ids=ids),
         reference=np.zeros((*size, 3), np.uint8) if has_reference else None,
     )
-    rows = samples * (16 * 64 * (1 + has_reference) + (20 if num_glyphs else 4))  # padded to fours
-    values = 6 * DIT.hidden_size + 3 * DIT.feed_forward_size
-    picture = rows * (values * MEMORY.itemsize + 4 * DIT.hidden_size * 4)
-    least = MEMORY.decode_bytes(size)
-    first = -(-least // picture)
-    for count in range(first, 8 // samples + 1):
+    rows = samples * (16 * 16 * (1 + has_reference) + (20 if num_glyphs else 4))  # padded to fours
+    picture = rows * ((6 * WIDTH + 3 * INNER) * 2 + 4 * WIDTH * 4)
+    for count in range(1, 8 // samples + 1):
         assert plan_batch(pipeline(num_bytes=count * picture), drawing) == count
-        if count > first:
+        if count > 1:
             assert plan_batch(pipeline(num_bytes=count * picture - 1), drawing) == count - 1
-    assert plan_batch(pipeline(num_bytes=100 * picture + least), drawing) == 8 // samples
-    with pytest.raises(RequestError, match="a picture of 1024×256 needs") as refused:
-        plan_batch(pipeline(num_bytes=max(picture, least) - 1), drawing)
-    error = refused.value
-    assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
+    assert plan_batch(pipeline(num_bytes=100 * picture), drawing) == 8 // samples
+    scores = 3 * 4 * (32 * 32) ** 2  # of the VAE's attention, in float32
+    small = replace(MEMORY, sampler=DIT)
+    # Pictures are decoded one after the other.
+    assert plan_batch(pipeline(memory=small, num_bytes=scores), drawing) == 8 // samples
+    for short in (pipeline(num_bytes=picture - 1), pipeline(memory=small, num_bytes=scores - 1)):
+        with pytest.raises(RequestError, match="a picture of 256×256 needs") as refused:
+            plan_batch(short, drawing)
+        error = refused.value
+        assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
