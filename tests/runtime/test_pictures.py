@@ -455,6 +455,11 @@ def test_the_pictures_of_a_key_and_of_all_answers_are_limited(tmp_path: Any) -> 
         with pytest.raises(openai.InternalServerError) as full:
             server.generate()
         assert full.value.code == "answer_budget_exhausted"
+    with fake_server(max_total_answer_bytes=6 << 20) as (url, service), Server(url, service) as server:
+        for make in (server.generate, server.chat):
+            make(n=1)
+            with pytest.raises(openai.APIStatusError):
+                make(n=2)
 
 
 def test_twenty_at_once(server: Server) -> None:
