@@ -446,20 +446,25 @@ def test_the_pictures_of_a_key_and_of_all_answers_are_limited(tmp_path: Any) -> 
             with pytest.raises(openai.BadRequestError) as refused:
                 make(**fields)
             assert refused.value.code == "key_limit_exceeded"
-    with (
-        fake_server(max_total_answer_bytes=6 << 20) as (url, service),
-        Server(url, service) as server,
-        server.generate("endless", stream=True, partial_images=1) as stream,
-    ):
-        next(iter(stream))
-        with pytest.raises(openai.InternalServerError) as full:
+    said = {"modalities": ["image"], "messages": [{"role": "user", "content": "wait"}]}
+    for route, fields in ((GENERATIONS, {"prompt": "wait"}), (CHAT, said)):
+        body = json.dumps({"n": 2, **fields})
+        with (
+            fake_server(max_total_answer_bytes=11 << 20) as (
+                url,
+                service,
+            ),  # of two pictures, and not of a third
+            Server(url, service) as server,
+        ):
+            connection = HTTPConnection(url.removeprefix("http://"))
+            connection.request("POST", route, body, {"content-type": "application/json"})
+            eventually(lambda service=service: bool(service.running))
+            with pytest.raises(openai.InternalServerError) as full:
+                server.generate()
+            assert full.value.code == "answer_budget_exhausted"
+            connection.close()
+            eventually(lambda service=service: not service.running)
             server.generate()
-        assert full.value.code == "answer_budget_exhausted"
-    with fake_server(max_total_answer_bytes=6 << 20) as (url, service), Server(url, service) as server:
-        for make in (server.generate, server.chat):
-            make(n=1)
-            with pytest.raises(openai.APIStatusError):
-                make(n=2)
 
 
 def test_twenty_at_once(server: Server) -> None:
