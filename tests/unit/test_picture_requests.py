@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,13 +10,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from fake_images import DIT, VAE
+from fake_engines import HIDDEN
+from fake_images import DIT, QUERIES, VAE, image_stages
 
 from mingc.errors import RequestError
 from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.glyph import GlyphTokenizer
+from mingc.runtime.images.engines import ImageEngines
 from mingc.runtime.images.memory import ImageMemory
-from mingc.runtime.images.worker import Drawing, PicturePrompt
+from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import ImageRequest
 from mingc.runtime.request_stream import HiddenRowsItem
 from mingc.runtime.service.drawing import ImagePipeline, negative_messages, picture_prompts, plan_batch
@@ -98,3 +101,24 @@ def test_a_batch_has_as_many_pictures_as_fit(
             plan_batch(short, drawing)
         error = refused.value
         assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
+
+
+def test_a_reference_does_not_count_in_a_dynamic_shift() -> None:
+    """Spec: imagegen.md §5; a picture of 256 × 256 has 16 · 16 tokens."""
+    stages, sampler = image_stages(), replace(DIT, is_shift_dynamic=True)
+    names = ("image_condition", "glyph", "image_dit", "image_vae")
+    engines = ImageEngines(
+        *(stages[name] for name in names), parameters=sampler, vae=VAE, device=torch.device("cpu")
+    )
+    drawing = Drawing(
+        size=(256, 256),
+        num_steps=4,
+        guidance=2.0,
+        prompt=PicturePrompt(residual=torch.zeros(QUERIES, HIDDEN), delta=torch.zeros(QUERIES, HIDDEN)),
+        reference=np.zeros((256, 256, 3), np.uint8),
+    )
+    prepared = ImageWorker(engines).prepare(drawing)
+    assert prepared.layout.num_noisy == 256 and len(prepared.layout.is_pad) == 512
+    shift = math.exp(0.5)  # `base_shift` at `base_image_seq_len` 256
+    expected = [shift * s / (1 + (shift - 1) * s) for s in (1, 2 / 3, 1 / 3, 0)] + [0]
+    np.testing.assert_allclose(prepared.levels, expected, rtol=1e-6)
