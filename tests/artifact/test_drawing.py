@@ -224,6 +224,9 @@ def test_a_picture_of_the_whole_service_is_the_official_one(case: str, service: 
     assert difference.max() <= 1 and (difference > 0).mean() < 1e-3
     height, width = given["diffusion_size"]
     assert isinstance(done, Done) and done.usage.image_tokens == height * width // 256
+    recorded = "edit" if given["images"] else "glyph"
+    assert done.usage.prompt_tokens == CONDITION[f"{recorded}.appended_ids"].shape[1]
+    assert done.usage.prompt_image_tokens == len(CONDITION.get(f"{recorded}.image_embeds", ()))
     moments = [
         done.timings_ms[name]
         for name in ("prepared", "prefill", "condition", "first_step", "first_image", "done")
@@ -375,16 +378,19 @@ def test_draw_refuses_what_is_wrong_before_it_opens_the_artifact(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(("size", "num_pictures"), [((512, 512), 1), ((512, 512), 3), ((256, 1024), 2)])
+@pytest.mark.parametrize(
+    ("size", "num_pictures", "num_frames"), [((512, 512), 1, 1), ((512, 512), 3, 1), ((256, 1024), 1, 2)]
+)
 def test_a_batch_takes_no_more_memory_than_is_planned(
-    size: tuple[int, int], num_pictures: int, worker: ImageWorker
+    size: tuple[int, int], num_pictures: int, num_frames: int, worker: ImageWorker
 ) -> None:
     """And the plan is no more than a few times of what it takes."""
     engines = worker.engines
     memory = ImageMemory(
         sampler=engines.parameters, vae=engines.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
     )
-    drawing = replace(drawing_of("g2_square"), size=size)
+    reference = np.zeros((*size, 3), np.uint8) if num_frames == 2 else None
+    drawing = replace(drawing_of("g2_square"), size=size, reference=reference)
     prepared = worker.prepare(drawing)
     batch = worker.begin(prepared, range(num_pictures))
     with LiveMemory() as step:
@@ -392,7 +398,7 @@ def test_a_batch_takes_no_more_memory_than_is_planned(
     with LiveMemory() as decode:
         worker.decode(batch, 0)
     planned = memory.step_bytes(
-        size, num_pictures, num_caption=prepared.captions.shape[1], num_samples=2, num_frames=1
+        size, num_pictures, num_caption=prepared.captions.shape[1], num_samples=2, num_frames=num_frames
     )
     assert step.peak <= planned <= 2 * step.peak
     assert decode.peak <= memory.decode_bytes(size) <= 5 * decode.peak

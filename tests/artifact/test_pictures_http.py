@@ -102,8 +102,9 @@ def test_pictures_are_those_of_the_official_code(server: Server, case: str) -> N
 
 
 def test_a_stream_ends_with_the_picture_that_is_sent_whole(server: Server) -> None:
-    fields: dict[str, Any] = {"extra": {"num_inference_steps": 4}}
+    fields: dict[str, Any] = {"extra": {"num_inference_steps": 4, "seed": 0}}
     whole = server.generate(**fields)
+    assert whole.data[0].seed == 0
     *partial, done = server.generate(stream=True, partial_images=2, **fields)
     np.testing.assert_array_equal(pixels(done.b64_json), pixels(whole.data[0].b64_json))
     assert [each.partial_image_index for each in partial] == [0, 1]

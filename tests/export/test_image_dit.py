@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_checks import BACKENDS, check_bfloat16, check_engine
@@ -245,6 +246,29 @@ def test_the_released_checkpoint_has_the_tensors_of_the_specification() -> None:
     }
     assert read == _TENSORS
     assert round(sum(torch.Size(shape).numel() for shape in read.values()) / 1e9, 2) == 6.15
+
+
+def test_angles_are_rounded_once() -> None:
+    """imagegen.md §4.6, at the released sizes."""
+    sources = {each.name: each for each in STAGE.weights(STAGE.config(open_configs(RELEASED)), Shard())}
+    for axis, (size, length) in enumerate(((32, 1536), (48, 512), (48, 512))):
+        expected = np.outer(np.arange(length), 256.0 ** (-np.arange(0, size, 2) / size))
+        np.testing.assert_array_equal(sources[f"angles_{axis}"].compute().numpy(), np.float32(expected))
+
+
+@pytest.mark.parametrize(("length", "rows"), [(66, 32), (67, 64), (1536, 1504)])
+def test_a_caption_leaves_positions_for_two_frames(length: int, rows: int, config: ImageDitConfig) -> None:
+    """Row k is at 1 + k and frame f at rows + 1 + f (§4.5), in a table of `length` positions."""
+    transformer = replace(config.transformer, axes_lens=(length, 512, 512))
+    dims = graph_of(STAGE, replace(config, transformer=transformer), "velocity").spec.dims
+    assert {dim.name: dim.maximum for dim in dims}["K"] == rows
+
+
+def test_a_scheduler_without_shifts_has_those_of_the_reference(checkpoint: Checkpoint) -> None:
+    given = checkpoint.part("scheduler")
+    left = {name: value for name, value in given.config.items() if not name.startswith(("base_", "max_"))}
+    config = STAGE.config(checkpoint.with_part(replace(given, config=left)))
+    assert (config.dynamic_tokens, config.dynamic_shifts) == ((256, 4096), (0.5, 1.15))  # §5
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,14 @@ def test_the_released_checkpoint_has_the_tensors_of_the_specification() -> None:
     assert round(2 * sum(torch.Size(shape).numel() for shape in read.values()) / 1e9, 2) == 0.17
 
 
+def test_quant_convolutions_are_there_unless_the_config_says_otherwise(checkpoint: Checkpoint) -> None:
+    """As in diffusers' `AutoencoderKL`."""
+    given = checkpoint.part("image_vae")
+    left = {name: value for name, value in given.config.items() if "quant_conv" not in name}
+    config = STAGE.config(checkpoint.with_part(replace(given, config=left)))
+    assert config.has_quant_conv and config.has_post_quant_conv
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

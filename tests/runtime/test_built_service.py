@@ -951,3 +951,13 @@ def test_a_layer_without_feed_forward_is_named_when_the_service_starts(
     )
     seen = describe(changed, EngineOptions(), monkeypatch, with_media=False, with_speech=False)
     assert str(seen["refused"]).startswith("layer layers.0 has attention but no feed-forward")
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(31, False), (30, True)])
+def test_two_frames_have_positions_behind_the_longest_caption(
+    length: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 queries and 24 glyphs, padded to 28 rows, are at 1 to 28; picture and reference at 29 and 30."""
+    changed = with_parameter("image_dit", "max_positions", [length, 128, 128])
+    seen = describe(changed, EngineOptions(), monkeypatch, with_media=False, with_speech=False)
+    assert ("image_dit has positions for" in str(seen.get("refused"))) == is_refused

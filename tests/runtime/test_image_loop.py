@@ -105,6 +105,16 @@ def test_a_request_gets_its_progress_its_partial_pictures_and_its_pictures() -> 
     check_all_is_free(stand.loop)
 
 
+def test_batches_go_on_counting_pictures_and_number_the_partial_ones_that_there_are_steps_for() -> None:
+    stand = Stand()
+    collector = stand.draw("a", [8, 9, 5], num_partials=3, batch_size=2)
+    stand.run()
+    shown = [(each.index, each.number) for each in collector.items if isinstance(each, PartialImage)]
+    assert shown == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+    done = [each for each in collector.items if isinstance(each, ImageDone)]
+    assert [(each.index, each.seed, each.pixels.max()) for each in done] == [(0, 8, 8), (1, 9, 9), (2, 5, 5)]
+
+
 def test_requests_take_turns_by_priority_and_by_the_batches_that_they_had() -> None:
     stand = Stand()
     stand.draw("many", range(5), batch_size=2)

@@ -157,7 +157,7 @@ def test_what_openai_clients_send_changes_nothing(server: Server) -> None:
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_formats_and_their_quality(server: Server, kind: Any) -> None:
     fine = server.generate(output_format=kind, extra={"seed": 200})
-    coarse = server.generate(output_format=kind, output_compression=10, extra={"seed": 200})
+    coarse = server.generate(output_format=kind, output_compression=0, extra={"seed": 200})
     size, colour = picture(fine.data[0].b64_json, kind.upper())
     assert size == (512, 512) and np.abs(np.array(colour) - (200, 0, 0)).max() <= 3
     assert fine.output_format == kind and coarse.data[0].b64_json != fine.data[0].b64_json
@@ -275,6 +275,7 @@ def test_wrong_fields_are_named(server: Server, fields: Any, param: str, code: s
         ([("image", RED), ("markup", RED)], 400, "markup", "unsupported_parameter"),
         ([("image", RED), ("input_fidelity", b"medium")], 400, "input_fidelity", "unsupported_parameter"),
         ([("image", b"x" * 50_001)], 413, "image", "media_too_large"),
+        ([("image", b"x" * 25_001)] * 2, 413, "image", "media_too_large"),
     ],
 )  # fmt: skip
 def test_wrong_forms_are_named(files: Any, status: int, param: str, code: str) -> None:
@@ -343,6 +344,12 @@ def test_a_chat_changes_the_picture_of_its_last_turn(server: Server) -> None:
     assert [each.role for each in server.last.messages] == ["user", "assistant", "user"]
     server.chat([{"role": "user", "content": [image]}, {"role": "user", "content": "a dog"}])
     assert server.last.reference is None
+    other = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.b64encode(BLUE).decode()},
+    }
+    server.chat([{"role": "user", "content": [text, other, image]}])
+    assert bytes(server.last.reference.data) == BLUE  # type: ignore[union-attr, arg-type]
 
 
 @pytest.mark.parametrize(
@@ -430,18 +437,34 @@ def test_the_pictures_of_a_key_and_of_all_answers_are_limited(tmp_path: Any) -> 
         Server(url, service) as server,
     ):
         server.generate(n=2)
-        with pytest.raises(openai.BadRequestError) as refused:
-            server.generate(n=3)
-        assert refused.value.code == "key_limit_exceeded"
-    with (
-        fake_server(max_total_answer_bytes=6 << 20) as (url, service),
-        Server(url, service) as server,
-        server.generate("endless", stream=True, partial_images=1) as stream,
-    ):
-        next(iter(stream))
-        with pytest.raises(openai.InternalServerError) as full:
+        negative = {"negative_prompt": "x" * 4000}
+        for make, fields in (
+            (server.generate, {"n": 3}),
+            (server.generate, {"n": 2, "extra": negative}),
+            (server.chat, {"n": 2, "extra": negative}),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                make(**fields)
+            assert refused.value.code == "key_limit_exceeded"
+    said = {"modalities": ["image"], "messages": [{"role": "user", "content": "wait"}]}
+    for route, fields in ((GENERATIONS, {"prompt": "wait"}), (CHAT, said)):
+        body = json.dumps({"n": 2, **fields})
+        with (
+            fake_server(max_total_answer_bytes=11 << 20) as (
+                url,
+                service,
+            ),  # of two pictures, and not of a third
+            Server(url, service) as server,
+        ):
+            connection = HTTPConnection(url.removeprefix("http://"))
+            connection.request("POST", route, body, {"content-type": "application/json"})
+            eventually(lambda service=service: bool(service.running))
+            with pytest.raises(openai.InternalServerError) as full:
+                server.generate()
+            assert full.value.code == "answer_budget_exhausted"
+            connection.close()
+            eventually(lambda service=service: not service.running)
             server.generate()
-        assert full.value.code == "answer_budget_exhausted"
 
 
 def test_twenty_at_once(server: Server) -> None:

@@ -51,7 +51,7 @@ class _Running:
     job: _Job
     first: int
     batch: Batch
-    partials: list[int]  # steps after which partial pictures are still to be sent
+    partials: tuple[int, ...]  # steps after which partial pictures are sent
     num_done: int = 0  # pictures
 
     @property
@@ -181,7 +181,7 @@ class ImageLoop(EngineThread):
         with self._lock:
             job.num_begun += len(seeds)
             job.num_batches += 1
-            self._running = _Running(id, job, first, batch, [*steps])
+            self._running = _Running(id, job, first, batch, steps)
 
     def _advance(self, running: _Running) -> None:
         """Run a step, and send what it completes."""
@@ -191,9 +191,8 @@ class ImageLoop(EngineThread):
         indices = range(running.first, running.first + running.num_pictures)
         for index in indices:
             job.emit(ImageProgress(index=index, step=batch.step, num_steps=batch.prepared.num_steps))
-        if running.partials and running.partials[0] == batch.step:
-            number = job.num_partials - len(running.partials)
-            running.partials.pop(0)
+        if batch.step in running.partials:
+            number = running.partials.index(batch.step)
             height, width = job.asked
             for index in indices:
                 pixels = self.worker.decode(batch, index - running.first)

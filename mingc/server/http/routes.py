@@ -279,6 +279,8 @@ async def handle_chat(state: HttpState, body: RequestBody, response: ResponseWri
     parsed = await state.parse(parse_chat, body.take())
     request, audio = parsed.request, parsed.audio
     texts = [message.prompt_text for message in request.messages]
+    if parsed.drawing is not None:
+        texts.append(parsed.drawing.negative_prompt or "")
     num_tokens = request.sampling.max_tokens * request.num_answers
     body.key.add_text(
         "".join((*texts, *(tool.definition for tool in request.tools.tools))),
