@@ -14,7 +14,7 @@ import multiprocessing
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -177,15 +177,6 @@ class Clients:
             ),
             is_complete=is_complete,
         )
-
-    def _left(self) -> Iterator[Sample]:
-        """What clients that were ended had sent."""
-        for end in self._ends:
-            with suppress(EOFError, OSError):
-                while end.poll():
-                    kind, value = end.recv()
-                    if kind == "sample":
-                        yield _decode_sample(value)
 
     def _receive(self, end: Connection) -> tuple[str, Any]:
         try:

@@ -184,6 +184,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
         scores: of data sets: name → figure → value.
+        is_complete: whether every load was measured: Ctrl-C and a server that answers no more end it earlier.
     """
 
     schema: int = SCHEMA
@@ -196,6 +197,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
     findings: tuple[Finding, ...] = ()
     scores: dict[str, dict[str, float]] = {}
+    is_complete: bool = True
 
 
 def grouped(runs: Sequence[Run]) -> Mapping[tuple[str, Load], list[Run]]:
@@ -217,8 +219,11 @@ def write(path: Path, file: BenchFile) -> None:
 def read(path: Path) -> BenchFile:
     """Raises: ConfigError when the file is not one of `write`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=BenchFile)
-    except (OSError, msgspec.DecodeError) as error:
+        file = msgspec.json.decode(path.read_bytes(), type=BenchFile)
+        if file.schema != SCHEMA:
+            raise ValueError(f"its schema is {file.schema}, this version reads {SCHEMA}")
+        return file
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"no result of `mingc bench` can be read: {error}",
             where=str(path),

@@ -59,9 +59,7 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
 
 
 def _traps(file: BenchFile) -> Section:
-    notes = ["The run was interrupted: the last load has fewer requests."] * any(
-        not run.is_complete for run in file.runs
-    )
+    notes = ["The measurement ended early: loads are missing, or have fewer requests."] * (not file.is_complete)
     if not file.findings:
         return Section(heading="Traps", notes=(*notes, "No trap was found."))
     rows = tuple((each.trap, each.where, each.message) for each in file.findings)
