@@ -114,9 +114,7 @@ class _Session:
         if options.transcriber is not None:
             url = _base(options.transcriber)
             self._transcriber = Target(url=url, model=_look_at(url, key, None)["model"], key=key)
-        self._servers = [
-            Target(url=url, model=about["model"], key=key) for url, about in servers.items()
-        ]
+        self._servers = [Target(url=url, model=about["model"], key=key) for url, about in servers.items()]
 
     def runs(self, progress: Progress) -> Iterator[Run]:
         """Every load of every path that all servers have, after a warm-up."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import itertools
 import json
 import re
@@ -28,8 +29,11 @@ from mingc.bench.records import Item, Sample
 from mingc.bench.sound import Sound, pcm16, read, wav_of
 from mingc.server.stages import stages_ms
 
-_ROUTES = {"speech": "/v1/audio/speech", "speech-stream": "/v1/audio/speech"} | {
-    "transcription": "/v1/audio/transcriptions"
+_ROUTES = {
+    "speech": "/v1/audio/speech",
+    "speech-stream": "/v1/audio/speech",
+    "picture": "/v1/images/generations",
+    "transcription": "/v1/audio/transcriptions",
 }
 _CHAT = "/v1/chat/completions"
 SPEECH = ("speech", "speech-stream")
@@ -112,6 +116,9 @@ def alternatives(path: str, wishes: Wishes) -> Iterator[dict[str, Any]]:
                 yield {"response_format": kind, "stream": True, "stream_format": "audio", **more}
                 yield {"response_format": kind, "stream": True, **more}
                 yield {"response_format": kind, "stream_format": "audio", **more}
+        case "picture":
+            for more in ({"stream": True, "partial_images": 1}, {}, {"response_format": "b64_json"}):
+                yield more
         case "transcription":
             yield {"response_format": "json", "stream": "true"}
             yield {"response_format": "json"}
@@ -171,7 +178,8 @@ def build(item: Item, path: str, target: Target, wishes: Wishes) -> Request:
         )
         return Request(_ROUTES[path], form.read(), form.headers["content-type"], item, path, None)
     if path in _ROUTES:
-        body: dict[str, Any] = {"model": target.model, "input": item.text, **fields}
+        name = "prompt" if path == "picture" else "input"
+        body: dict[str, Any] = {"model": target.model, name: item.text, **fields}
         if item.clip:  # as ours, sglang-omni and vllm-omni name them
             sound = base64.b64encode(item.clip).decode()
             body |= {"ref_audio": f"data:audio/wav;base64,{sound}", "ref_text": item.clip_text}
@@ -189,6 +197,9 @@ class _Seen:
     first_byte: float | None = None
     tokens: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    pictures: list[float] = field(default_factory=list)
+    num_pictures: int = 0
+    pixels: hashlib._Hash = field(default_factory=hashlib.sha256)
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
@@ -202,11 +213,20 @@ class _Seen:
         self.tokens.append(now)
         self.text.append("" + text)  # nothing but a text
 
+    def add_picture(self, data: str, now: float, *, is_finished: bool = True) -> None:
+        self.pictures.append(now)
+        self.num_pictures += is_finished
+        self.pixels.update(data.encode())
+
     def add_usage(self, given: object) -> None:
         usage = msgspec.convert(given or {}, _Usage)
         self.prompt_tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-        self.output_tokens = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        self.cached_tokens = (usage.prompt_tokens_details or usage.input_token_details or _Details()).cached_tokens
+        self.output_tokens = (
+            usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        )
+        self.cached_tokens = (
+            usage.prompt_tokens_details or usage.input_token_details or _Details()
+        ).cached_tokens
         self.stated_audio_s = usage.audio_seconds
 
     def add_timings(self, given: object) -> None:
@@ -264,6 +284,8 @@ async def ask(
             error = "the answer has no sound"
         elif request.path in ("text", "image", "clip") and not seen.tokens:
             error = "the answer has no text"
+        elif request.path == "picture" and not seen.num_pictures:
+            error = "the answer has no picture"
     except _OTHER_SHAPES as failure:
         error = f"the answer has another shape than OpenAI's: {failure!r}"
     except _FAILURES as failure:
@@ -299,7 +321,9 @@ async def ask(
         audio_samples=tuple(sound.frames),
         sample_rate=rate if sound.times else 0,
         header_rate=sound.header_rate,
-        audio_digest=sound.digest,
+        picture_times=tuple(map(since, seen.pictures)),
+        num_pictures=seen.num_pictures,
+        digest=sound.digest or (seen.pixels.hexdigest()[:32] if seen.pictures else ""),
         stages=dict(stages_ms(seen.timings_ms)),
     )
 
@@ -373,7 +397,7 @@ async def _events(response: httpx.Response, seen: _Seen) -> AsyncIterator[tuple[
 
 
 def _read_event(event: Any, now: float, seen: _Seen) -> None:
-    """An event of a chat, of speech or of a transcription."""
+    """An event of a chat, of speech, of a picture or of a transcription."""
     if event.get("error"):
         raise _Failed(f"the stream ended with {json.dumps(event['error'], ensure_ascii=False)}")
     if event.get("usage"):
@@ -388,6 +412,8 @@ def _read_event(event: Any, now: float, seen: _Seen) -> None:
     elif kind == "speech.audio.delta" or event.get("object") == "audio.speech.chunk":
         data = event.get("audio") or event.get("delta")
         _add_sound(data.get("data") if isinstance(data, dict) else data, now, seen)
+    elif kind in ("image_generation.partial_image", "image_generation.completed"):
+        seen.add_picture(event["b64_json"], now, is_finished=kind.endswith("completed"))
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("finish_reason"):
@@ -419,6 +445,8 @@ def _read_whole(answer: Any, now: float, seen: _Seen) -> None:
     seen.add_timings(answer.get("timings_ms"))
     if "text" in answer:
         seen.add_text(answer["text"], now)
+    for picture in answer.get("data") or ():
+        seen.add_picture(picture.get("b64_json") or picture["url"], now)
     for choice in answer.get("choices") or ():
         seen.finish_reason = "" + (choice.get("finish_reason") or "")
         if message := choice.get("message"):

@@ -30,6 +30,13 @@ from mingc.errors import ConfigError
 
 _REASONING_TOKENS = 2048
 _IMAGE = re.compile(r"<image (\d)>")
+_NEEDED = {
+    "speech": "text",
+    "speech-stream": "text",
+    "picture": "text",
+    "transcription": "clip",
+    "realtime": "clip",
+}
 _MEDIA = ("image_url", "audio_url", "video_url")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -92,9 +99,7 @@ def _item(line: str, number: int, folder: Path) -> Item:
     )
     default = "text" if messages else "speech-stream" if "text" in fields else "transcription"
     path = fields.get("path", default)
-    needed = {"speech": "text", "speech-stream": "text", "transcription": "clip", "realtime": "clip"}.get(
-        path
-    )
+    needed = _NEEDED.get(path)
     if path not in PATHS:
         raise ValueError(f"path {path!r}: there are {', '.join(PATHS)}")
     if not (messages if needed is None else fields.get(needed)):

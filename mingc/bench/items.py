@@ -81,6 +81,8 @@ class Synthetic:
         name = f"{path}-{index}"
         if path in ("speech", "speech-stream"):
             return Item(id=name, path=path, text=_text(draw, index, _SPEECH_SENTENCES))
+        if path == "picture":
+            return Item(id=name, path=path, text=_text(draw, index, 1))
         if path in ("realtime", "transcription"):
             clip, words = _clip(draw, self.clip_s)
             return Item(id=name, path=path, clip=clip, expected=words)

@@ -117,7 +117,8 @@ class BenchOptions:
         except ValueError as error:
             problems.append(f"--fields {self.fields}: must be a JSON object: {error}")
         most = max(
-            max(self.rates) * self.duration if self.rates else max(self.concurrency, default=0) * self.rounds, 0
+            max(self.rates) * self.duration if self.rates else max(self.concurrency, default=0) * self.rounds,
+            0,
         )
         if most > _MAX_REQUESTS:
             problems.append(f"a load of {most:,.0f} requests: they are written before the first is sent, so at most"

@@ -24,7 +24,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: names it in its data set; unique there.
         messages: of a chat, as the API takes them.
-        text: to be spoken.
+        text: to be spoken, or drawn.
         clip: a sound file: of `realtime` and `transcription`; of `speech` and `speech-stream` the voice to speak with.
         clip_text: the words of that voice's clip.
         expected: the right answer, for the score of a data set; None: the answer is not scored.
@@ -65,7 +65,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         audio_samples: sample frames in each of these chunks.
         sample_rate: at which the samples count: the one that was asked for or known, otherwise of the header.
         header_rate: of the sound file's header; None: sound without a header.
-        audio_digest: hash of all samples; empty: no sound.
+        picture_times: when each picture came, unfinished ones too.
+        num_pictures: finished ones.
+        digest: hash of all samples of sound, or of the pictures; empty: neither.
         stages: milliseconds of each stage as the server saw it (our `timings_ms`, by the names of our metrics).
     """
 
@@ -89,7 +91,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     audio_samples: tuple[int, ...] = ()
     sample_rate: int = 0
     header_rate: int | None = None
-    audio_digest: str = ""
+    picture_times: tuple[float, ...] = ()
+    num_pictures: int = 0
+    digest: str = ""
     stages: dict[str, float] = {}
 
     @property

@@ -111,7 +111,7 @@ def test_no_address_is_named(url: str) -> None:
         ("text", answer(b"<h1>It works</h1>", "text/html"), "text/html"),
         ("speech", answer(b"<h1>It works, it works</h1>", "text/html"), "text/html"),
         ("speech-stream", answer(b"\xff\xfb\x90" + bytes(999), "audio/mpeg"), "audio/mpeg"),
-        ("speech", answer(b"RIFF\0\0\0\0WAVEfmt \xff\xff\xff\x7f" + bytes(999), "audio/wav"), "no sound|without samples"),
+        ("speech", answer(b"RIFF\0\0\0\0WAVEfmt \xff\xff\xff\x7f" + bytes(999), "audio/wav"), "without samples"),
         ("text", answer(b"", status="302 Found", more="location: /login\r\n"), "sends on to /login"),
         ("text", b"", "disconnected|closed"),
         ("text", answer(b"abc", more="content-length: 9\r\n"), "closed"),
