@@ -29,6 +29,10 @@ def test_items_are_unique_and_the_same_again(path: str) -> None:
 
 def test_prompts_differ_from_their_beginning_on_in_two_languages() -> None:
     """A prefix cache keeps pages of 16 tokens: no two prompts share the first."""
+    numbers = [SOURCE.item(path, index).text.split()[1] if path == "picture" else
+               SOURCE.item(path, index).messages[0]["content"].split()[1]
+               for path in ("text", "picture", "spoken") for index in range(0, 4000, 2)]  # fmt: skip
+    assert len({*numbers}) == 6000, "of some thousand random ones, two would be equal"
     prompts = [SOURCE.item("text", index).messages[0]["content"] for index in range(200)]
     assert len({each[:16] for each in prompts}) == 200
     assert [each.isascii() for each in prompts] == [True, False] * 100

@@ -14,7 +14,7 @@ from chromium import BROWSER, browse
 
 from mingc.bench.baseline import compare, read_baseline
 from mingc.bench.figures import Playback, estimates, playback
-from mingc.bench.records import BenchFile, ClientState, Finding, Load, Run, Sample, write
+from mingc.bench.records import BenchFile, ClientState, Finding, Load, Run, Sample, encode, write
 from mingc.bench.report import report
 from mingc.console.report_page import to_html, to_markdown, write_text
 from mingc.errors import ConfigError
@@ -104,6 +104,31 @@ def test_figures_of_speech_by_hand() -> None:
     assert "underruns per answer" not in whole, "nobody listens to a file before it is there"
 
 
+def test_figures_of_pictures_by_hand() -> None:
+    """Two pictures in one answer, each with an unfinished state; an answer without one; one that failed."""
+    two = Sample(item="a", server="s", scheduled=1.0, sent=1.5, ended=9.0, picture_times=(3.0, 4.0, 8.0, 9.0),
+                 num_pictures=2, output_tokens=8192)  # fmt: skip
+    whole = Sample(
+        item="b", server="s", scheduled=0.0, sent=0.0, ended=3.0, picture_times=(3.0,), num_pictures=1
+    )
+    failed = Sample(
+        item="c", server="s", scheduled=0.0, sent=0.0, ended=1.0, error="lost", picture_times=(0.5,)
+    )
+    found = means([run("picture", Load(kind="open", rate=1.0), [two, whole, failed], wall_s=10.0)])
+    wanted = {
+        "success, %": 200 / 3,
+        "requests, 1/s": 0.2,
+        "pictures, 1/s": 0.3,
+        "first unfinished picture, median, ms": 2000.0,
+        "first unfinished picture, p95, ms": 2000.0,
+        "time per picture, median, s": 3.5,
+        "time per picture, p95, s": np.quantile([4.0, 3.0], 0.95),
+        "wall, median, ms": 5500.0,
+        "wall, p95, ms": np.quantile([8000, 3000], 0.95),
+    }
+    assert found == pytest.approx(wanted)
+
+
 def test_a_figure_that_a_server_does_not_give_is_absent() -> None:
     uncounted = Sample(item="a", server="s", scheduled=0.0, sent=0.0, ended=1.0, token_times=(0.5, 0.9))
     found = means([run("text", Load(kind="closed", concurrency=1), [uncounted], wall_s=1.0)])
@@ -131,7 +156,7 @@ def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int =
                 for time in taken
             ]  # fmt: skip
             runs.append(run("speech-stream", load, speech, sum(taken) / concurrency, repeat))
-    return bench_file(runs, settings={"repeats": num_repeats, "warm-up": 2})
+    return bench_file(runs, settings={"repeats": num_repeats, "warm-up": 2, "seed": seed})
 
 
 def test_equal_servers_are_not_told_apart() -> None:
@@ -178,6 +203,7 @@ def test_what_differs_between_two_measurements_is_noted() -> None:
     notes = "\n".join(compare(old, new).notes)
     assert "hardware, cpu: A CPU in the baseline, Another here" in notes and "settings, repeats: 3" in notes
     assert "This run has one repeat" in notes and "Not in the baseline: image c=1" in notes
+    assert "seed" not in notes and "ended early" not in notes
     alone = bench_file([run("text", Load(kind="closed", concurrency=1), [old.runs[0].samples[0]], 1.0)])
     assert {change.verdict for change in compare(alone, alone).changes} == {"unknown"}
 
@@ -189,6 +215,14 @@ def test_a_baseline_of_other_loads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_baseline(path, ["text"], [Load(kind="closed", concurrency=8)])
     assert caught.value.where == "--baseline" and "text c=16" in caught.value.message
+    for text, why in (
+        (b"{}", "missing required field"),
+        (b"", "truncated"),
+        (b'{"schema": 2,', "its schema is 2"),
+    ):
+        path.write_bytes(text if not text.endswith(b",") else text + encode(measured(1)).split(b",", 1)[1])
+        with pytest.raises(ConfigError, match=why):
+            read_baseline(path, ["text"], [Load(kind="closed", concurrency=4)])
 
 
 FILE = msgspec.structs.replace(
