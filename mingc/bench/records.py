@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from mingc.bench.paths import PATHS as PATHS
+from mingc.console.report_page import write_text
 from mingc.errors import ConfigError
 
 SCHEMA = 1
@@ -217,7 +218,7 @@ def encode(file: BenchFile) -> bytes:
 
 
 def write(path: Path, file: BenchFile) -> None:
-    path.write_bytes(encode(file) + b"\n")
+    write_text(encode(file).decode() + "\n", path)
 
 
 def read(path: Path) -> BenchFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from pathlib import Path
 
@@ -133,6 +134,37 @@ def test_a_figure_that_a_server_does_not_give_is_absent() -> None:
     uncounted = Sample(item="a", server="s", scheduled=0.0, sent=0.0, ended=1.0, token_times=(0.5, 0.9))
     found = means([run("text", Load(kind="closed", concurrency=1), [uncounted], wall_s=1.0)])
     assert not [name for name in found if "tok/s" in name or "output token" in name or "audio" in name]
+
+
+def test_a_result_replaces_a_file_and_nothing_else(tmp_path: Path) -> None:
+    """Such as /dev/null."""
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, file):
+        write(path, bench_file([]))
+    assert pipe.is_fifo() and os.read(end, 10_000) == file.read_bytes()
+    os.close(end)
+    file.chmod(0o400)
+    write(file, bench_file([]))  # what would be lost after a long measurement otherwise
+    assert [each.name for each in tmp_path.iterdir() if each.name not in ("pipe", "file")] == []
+
+
+def test_an_open_loop_shares_its_wall_time_equally() -> None:
+    """Its answers do not make it longer: the requests per second of its halves differ by their numbers only."""
+    samples = [
+        Sample(item=str(i), server="s", scheduled=i, sent=i, ended=i + took)
+        for i, took in enumerate((1, 9, 1, 9))
+    ]
+    bounds = {}
+    for load in (Load(kind="open", rate=1.0), Load(kind="closed", concurrency=4)):
+        ((_, figures),) = estimates([run("text", load, samples, wall_s=10.0)]).items()
+        (found,) = [value for figure, value in figures.items() if figure.name == "requests"]
+        bounds[load.kind] = (found.mean, found.error)
+    assert (
+        bounds["open"] == (pytest.approx(0.4), pytest.approx(0, abs=1e-9))
+        and (bounds["closed"][1] or 0) > 0.05
+    )
 
 
 def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int = 3) -> BenchFile:
