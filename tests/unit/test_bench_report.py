@@ -225,6 +225,22 @@ def test_a_server_that_is_slower_or_fails_is_told_by_every_figure_of_it() -> Non
     }
 
 
+def test_any_drop_of_a_percentage_counts_but_small_changes_of_a_time_do_not() -> None:
+    def answered(took: float, failed: int) -> BenchFile:
+        samples = [Sample(item=str(i), server="s", scheduled=0.0, sent=0.0, ended=took + i * 1e-6,
+                          error="x" * (i < failed)) for i in range(4000)]  # fmt: skip
+        return bench_file([run("transcription", Load(kind="open", rate=1.0), samples, wall_s=9.0)])
+
+    changes = compare(answered(1.0, 0), answered(1.02, 60)).changes
+    verdicts = {change.figure.name: change.verdict for change in changes}
+    assert verdicts == {
+        "success": "worse",  # 98.5 %
+        "requests": "no difference",
+        "wall, median": "no difference",
+        "wall, p95": "no difference",
+    }
+
+
 def test_what_differs_between_two_measurements_is_noted() -> None:
     old, new = measured(1), measured(2, num_repeats=1)
     new = msgspec.structs.replace(
