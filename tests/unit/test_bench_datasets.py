@@ -155,6 +155,8 @@ def test_seedtts(tmp_path: Path) -> None:
     assert second.path == "speech-stream" and second.expected == "今天天气很好。"
     found = answered(f"seedtts:{path}", {"a": "get the trust fund the bank early", "b": "今天天汽很好"})
     assert found["word or character error rate, %"] == pytest.approx(100 * (1 / 8 + 1 / 6) / 2)
+    failed = answered(f"seedtts:{path}", {"a": "get the trust fund to the bank early"})
+    assert failed == {"word or character error rate, %": 50.0, "answers": 2.0, "failed": 1.0}
 
 
 def test_items_of_the_user(tmp_path: Path) -> None:

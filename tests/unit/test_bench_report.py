@@ -298,6 +298,19 @@ def test_markdown() -> None:
     assert "| gsm8k | accuracy, % | 93.2 |" in text and "| worse |" in text
 
 
+def test_the_chart_of_a_spread_has_the_quantiles_of_the_answers() -> None:
+    samples = [Sample(item=str(i), server="s", scheduled=0.0, sent=0.0, ended=i / 10) for i in range(11)]
+    page = report(bench_file([run("transcription", Load(kind="open", rate=1.0), samples, wall_s=1.0)]))
+    (chart,) = [each for s in page.sections for each in s.charts if "share of answers" in each.title]
+    (points,) = chart.series.values()
+    assert {round(point.y): point.x for point in points}.items() >= {
+        0: 0,
+        50: 500,
+        90: 900,
+        100: 1000,
+    }.items()
+
+
 # What the browser made of the page, and every text, point and line that lies outside its chart.
 MEASURE = """<script>
 const outside = [];
