@@ -84,7 +84,7 @@ class Synthetic:
         # No two items of any path have the same, before a path has had 500,000.
         number = f"{[*PATHS].index(path)}{(self.seed + index // 2 * _STEP) % 10**6:06d}"
         if path in ("speech", "speech-stream", "picture"):
-            sentences = 1 if path == "picture" else _SPEECH_SENTENCES
+            sentences = 1 if path == "picture" else min(_SPEECH_SENTENCES, self._sentences)
             return Item(id=name, path=path, text=_text(draw, index, number, sentences))
         if path in ("realtime", "transcription"):
             clip, words = _clip(draw, self.clip_s)
@@ -100,8 +100,11 @@ class Synthetic:
         return Item(id=name, path=path, messages=({"role": "user", "content": parts if parts[1:] else text},))
 
     def _prompt(self, draw: random.Random, index: int, number: str) -> str:
-        sentences = max(1, round(self.words / _SENTENCE_WORDS))
-        return f"{_text(draw, index, number, sentences)} {_QUESTIONS[index % 2]}"
+        return f"{_text(draw, index, number, self._sentences)} {_QUESTIONS[index % 2]}"
+
+    @property
+    def _sentences(self) -> int:
+        return max(1, round(self.words / _SENTENCE_WORDS))
 
 
 def _text(draw: random.Random, index: int, number: str, sentences: int) -> str:
