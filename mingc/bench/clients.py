@@ -117,8 +117,9 @@ def alternatives(path: str, wishes: Wishes) -> Iterator[dict[str, Any]]:
                 yield {"response_format": kind, "stream": True, **more}
                 yield {"response_format": kind, "stream_format": "audio", **more}
         case "picture":
-            for more in ({"stream": True, "partial_images": 1}, {}, {"response_format": "b64_json"}):
-                yield more
+            yield {"stream": True, "partial_images": 1}
+            yield {}
+            yield {"response_format": "b64_json"}
         case "transcription":
             yield {"response_format": "json", "stream": "true"}
             yield {"response_format": "json"}

@@ -296,6 +296,10 @@ def test_markdown() -> None:
     success = next(line for line in figures if line.startswith("| success, %"))
     assert re.fullmatch(r"\| success, % \|( 97.5 ± 0 \(9[0-9.]+–100\) \|){3}", success)
     assert "| gsm8k | accuracy, % | 93.2 |" in text and "| worse |" in text
+    slower = next(
+        line for line in text.splitlines() if line.startswith("| text c=1 | wall, median, ms | worse |")
+    )
+    assert re.search(r"\| \+(4|5)\d\.\d % \|$", slower), slower  # half as slow again
 
 
 def test_the_chart_of_a_spread_has_the_quantiles_of_the_answers() -> None:
