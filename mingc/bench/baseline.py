@@ -106,12 +106,12 @@ def _differences(before: BenchFile, now: BenchFile) -> list[str]:
         notes += [
             f"{name}, {key}: {earlier.get(key, 'none')} in the baseline, {later.get(key, 'none')} here"
             for key in dict.fromkeys((*earlier, *later))
-            if earlier.get(key) != later.get(key)
+            if earlier.get(key) != later.get(key) and key != "seed"  # random by default
         ]
     for file, which in ((before, "The baseline"), (now, "This run")):
         if len({run.repeat for run in file.runs}) < 2:
             notes.append(f"{which} has one repeat: its intervals do not know how much runs differ.")
-        notes += [f"{which} was interrupted."] * any(not run.is_complete for run in file.runs)
+        notes += [f"{which} ended early."] * (not file.is_complete)
     return notes
 
 

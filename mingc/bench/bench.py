@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import re
 import secrets
 import shutil
 import subprocess
@@ -55,20 +56,24 @@ def bench(
         key: API key; empty: none.
         items: of a data set, each sent once a run; empty: the built-in ones.
 
-    Ctrl-C ends it early: the result has what was measured. Raises: BenchError.
+    Ctrl-C ends it early, and so does a server that answers no more: the result has what was measured. Raises:
+    BenchError when nothing was.
     """
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    servers = {(url := _base(each)): _look_at(url, key) for each in urls}
+    servers = {(url := _base(each)): _look_at(url, key, options.model) for each in urls}
     seed = secrets.randbits(32) if options.seed is None else options.seed
     settings = msgspec.json.decode(msgspec.json.encode({**dataclasses.asdict(options), "seed": seed}))
-    runs = list[Run]()
+    runs, is_complete = list[Run](), False
     session = _Session(servers, options, seed, key, items)
     try:
         for run in session.runs(progress):
             runs.append(run)
-    except KeyboardInterrupt:
+        is_complete = all(run.is_complete for run in runs)
+    except (KeyboardInterrupt, BenchError) as error:
         if not runs:
             raise
+        if isinstance(error, BenchError):
+            step_logger("bench")(f"ends early: {error}")
     return BenchFile(
         command=command,
         date=date,
@@ -78,6 +83,7 @@ def bench(
         settings=settings,
         runs=tuple(runs),
         findings=find_traps(runs),
+        is_complete=is_complete,
     )
 
 
@@ -94,10 +100,10 @@ class _Session:
         self._next = Counter[str]()  # the first item of each path that was not sent
         self._items = items
         self._synthetic = Synthetic(seed, options.words, options.picture, options.clip)
-        model = options.model or next(each["model"] for each in servers.values())
+        model = next(each["model"] for each in servers.values())
         fields = options.more_fields
         asked = fields.get("sample_rate") or fields.get("audio", {}).get("sample_rate")
-        known = _MING_RATE if "ming" in model.lower() else 0
+        known = _MING_RATE if re.search(r"\bming", model.lower()) else 0
         self._wishes = Wishes(
             tokens=options.tokens,
             model_rate=asked or options.sample_rate or known,
@@ -107,10 +113,8 @@ class _Session:
         self._transcriber = None
         if options.transcriber is not None:
             url = _base(options.transcriber)
-            self._transcriber = Target(url=url, model=_look_at(url, key)["model"], key=key)
-        self._servers = [
-            Target(url=url, model=options.model or about["model"], key=key) for url, about in servers.items()
-        ]
+            self._transcriber = Target(url=url, model=_look_at(url, key, None)["model"], key=key)
+        self._servers = [Target(url=url, model=about["model"], key=key) for url, about in servers.items()]
 
     def runs(self, progress: Progress) -> Iterator[Run]:
         """Every load of every path that all servers have, after a warm-up."""
@@ -171,10 +175,12 @@ class _Session:
         most = load.concurrency or max(_WARM_UP, load.burst)
         warm = Load(kind="closed", concurrency=most)
         first = self._take(path, most)
-        if not clients.run(
-            path, warm, 0, targets, self._synthetic, self._wishes, first=first, count=most
-        ).is_complete:
+        run = clients.run(path, warm, 0, targets, self._synthetic, self._wishes, first=first, count=most)
+        if not run.is_complete:
             raise KeyboardInterrupt
+        if all(each.error for each in run.samples):
+            where, why = f"{path} {load.label}", run.samples[0].error
+            raise BenchError(f"no request was answered: {why}", where=where, fix="look at the server")
 
     def _run(self, clients: Clients, path: str, load: Load, repeat: int, targets: tuple[Target, ...]) -> Run:
         own = [each for each in self._items if each.path == path]
@@ -197,22 +203,26 @@ class _Session:
             return msgspec.structs.replace(run, is_complete=False)
         changes = {name: value - before.get(name, 0.0) for name, value in after.items()}
         return msgspec.structs.replace(
-            run, counters={name: value for name, value in changes.items() if value}
+            run, counters={name: value for name, value in changes.items() if value > 0}
         )
 
 
 def _base(url: str) -> str:
     """The address without the path of the API."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
         raise BenchError(
             "this is no address of a server", where=url, fix="pass one such as http://127.0.0.1:8000"
         )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
-def _look_at(url: str, key: str) -> dict[str, Any]:
-    """What a server says about itself, and its first model. Raises: BenchError when it does not answer."""
+def _look_at(url: str, key: str, model: str | None) -> dict[str, Any]:
+    """What a server says about itself, and the model to ask. Raises: BenchError when it does not answer."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=_ABOUT_TIMEOUT_S, trust_env=False) as client:
         try:
@@ -222,18 +232,31 @@ def _look_at(url: str, key: str) -> dict[str, Any]:
             raise BenchError(
                 f"the server does not answer: {error}", where=url, fix="start it, or mend the address"
             ) from None
-    if models.status_code == 401:
+    if models.status_code in (401, 403):
         raise BenchError("the server wants an API key", where=url, fix="set OPENAI_API_KEY")
+    if models.has_redirect_location:
+        raise BenchError(
+            f"the server sends on to {models.headers['location']}", where=url, fix="pass that address"
+        )
     try:
-        about = health.json() if health.status_code == 200 and health.content else {}
-        listed = [each["id"] for each in models.json()["data"]] if models.status_code == 200 else []
+        listed = ["" + each["id"] for each in models.json()["data"]] if models.is_success else []
     except (ValueError, KeyError, TypeError):
         raise BenchError(
             f"/v1/models does not list models: {models.text[:200]}",
             where=url,
             fix="pass the address of an OpenAI API",
         ) from None
-    return {"model": listed[0] if listed else "", **(about if isinstance(about, dict) else {})}
+    if not listed and model is None:
+        raise BenchError(
+            f"/v1/models names no model: status {models.status_code}",
+            where=url,
+            fix="mend the address, or name a model with --model",
+        )
+    try:
+        about = health.json() if health.status_code == 200 else {}
+    except ValueError:  # others say nothing, or OK
+        about = {}
+    return {**(about if isinstance(about, dict) else {}), "model": model or listed[0]}
 
 
 def _counters(targets: Sequence[Target]) -> dict[str, float]:
@@ -248,11 +271,14 @@ def _counters(targets: Sequence[Target]) -> dict[str, float]:
             continue
         if answer.status_code != 200 or "text/plain" not in answer.headers.get("content-type", ""):
             continue
-        for family in text_string_to_metric_families(answer.text):
-            for name, labels, value, *_ in family.samples:
-                if name.endswith(_COUNTED):
-                    shown = ",".join(f'{label}="{text}"' for label, text in sorted(labels.items()))
-                    found[f"{name}{{{shown}}}" if shown else name] += value
+        try:
+            families = [*text_string_to_metric_families(answer.text)]
+        except ValueError:  # not Prometheus' text
+            continue
+        for name, labels, value, *_ in (sample for family in families for sample in family.samples):
+            if name.endswith(_COUNTED):
+                shown = ",".join(f'{label}="{text}"' for label, text in sorted(labels.items()))
+                found[f"{name}{{{shown}}}" if shown else name] += value
     return dict(found)
 
 

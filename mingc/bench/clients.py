@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import itertools
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,11 +29,15 @@ from mingc.bench.records import Item, Sample
 from mingc.bench.sound import Sound, pcm16, read, wav_of
 from mingc.server.stages import stages_ms
 
-_ROUTES = {"speech": "/v1/audio/speech", "speech-stream": "/v1/audio/speech"} | {
-    "transcription": "/v1/audio/transcriptions"
+_ROUTES = {
+    "speech": "/v1/audio/speech",
+    "speech-stream": "/v1/audio/speech",
+    "picture": "/v1/images/generations",
+    "transcription": "/v1/audio/transcriptions",
 }
 _CHAT = "/v1/chat/completions"
 SPEECH = ("speech", "speech-stream")
+_LONGEST_S = 900.0  # of an answer, whose parts may come slower and slower
 _PCM_RATE = 24_000  # OpenAI's definition of raw PCM, in files and sessions
 _TIMEOUT_S = 300.0
 _STEP_S = 0.02  # of sound in one event of a session
@@ -41,6 +47,7 @@ _TEXT_EVENTS = tuple(
     for each in ("output_audio_transcript", "audio_transcript", "output_text", "text")
 )
 _decode = msgspec.json.Decoder().decode
+_NOT_SOUND = re.compile(r"text/|(audio/)?(mpeg|mp3|ogg|opus|aac|flac|webm)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +116,10 @@ def alternatives(path: str, wishes: Wishes) -> Iterator[dict[str, Any]]:
                 yield {"response_format": kind, "stream": True, "stream_format": "audio", **more}
                 yield {"response_format": kind, "stream": True, **more}
                 yield {"response_format": kind, "stream_format": "audio", **more}
+        case "picture":
+            yield {"stream": True, "partial_images": 1}
+            yield {}
+            yield {"response_format": "b64_json"}
         case "transcription":
             yield {"response_format": "json", "stream": "true"}
             yield {"response_format": "json"}
@@ -168,7 +179,8 @@ def build(item: Item, path: str, target: Target, wishes: Wishes) -> Request:
         )
         return Request(_ROUTES[path], form.read(), form.headers["content-type"], item, path, None)
     if path in _ROUTES:
-        body: dict[str, Any] = {"model": target.model, "input": item.text, **fields}
+        name = "prompt" if path == "picture" else "input"
+        body: dict[str, Any] = {"model": target.model, name: item.text, **fields}
         if item.clip:  # as ours, sglang-omni and vllm-omni name them
             sound = base64.b64encode(item.clip).decode()
             body |= {"ref_audio": f"data:audio/wav;base64,{sound}", "ref_text": item.clip_text}
@@ -186,24 +198,54 @@ class _Seen:
     first_byte: float | None = None
     tokens: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    pictures: list[float] = field(default_factory=list)
+    num_pictures: int = 0
+    pixels: hashlib._Hash = field(default_factory=hashlib.sha256)
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
     stated_audio_s: float | None = None
     finish_reason: str = ""
     is_transcript: bool = False
+    has_ended: bool = False
     timings_ms: dict[str, float] = field(default_factory=dict)
 
     def add_text(self, text: str, now: float) -> None:
         self.tokens.append(now)
         self.text.append("" + text)  # nothing but a text
 
-    def add_usage(self, usage: Mapping[str, Any]) -> None:
-        self.prompt_tokens = usage.get("prompt_tokens", usage.get("input_tokens"))
-        self.output_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
-        details = usage.get("prompt_tokens_details") or usage.get("input_token_details") or {}
-        self.cached_tokens = details.get("cached_tokens")
-        self.stated_audio_s = usage.get("audio_seconds")
+    def add_picture(self, data: str, now: float, *, is_finished: bool = True) -> None:
+        self.pictures.append(now)
+        self.num_pictures += is_finished
+        self.pixels.update(data.encode())
+
+    def add_usage(self, given: object) -> None:
+        usage = msgspec.convert(given or {}, _Usage)
+        self.prompt_tokens = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        self.output_tokens = (
+            usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        )
+        self.cached_tokens = (
+            usage.prompt_tokens_details or usage.input_token_details or _Details()
+        ).cached_tokens
+        self.stated_audio_s = usage.audio_seconds
+
+    def add_timings(self, given: object) -> None:
+        self.timings_ms = msgspec.convert(given or {}, dict[str, float])
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_token_details: _Details | None = None
+    audio_seconds: float | None = None
 
 
 class _Failed(Exception):
@@ -237,15 +279,18 @@ async def ask(
         if request.path == "realtime":
             scheduled, sent = await _speak(target, request, due, seen, wishes)
         else:
-            await _post(client, request, seen)
+            async with asyncio.timeout(_LONGEST_S):
+                await _post(client, request, seen)
         if request.path in ("speech", "speech-stream", "spoken") and not seen.sound.times:
             error = "the answer has no sound"
         elif request.path in ("text", "image", "clip") and not seen.tokens:
             error = "the answer has no text"
-    except _FAILURES as failure:
-        error = f"{failure}" or type(failure).__name__
+        elif request.path == "picture" and not seen.num_pictures:
+            error = "the answer has no picture"
     except _OTHER_SHAPES as failure:
         error = f"the answer has another shape than OpenAI's: {failure!r}"
+    except _FAILURES as failure:
+        error = f"{failure}" or type(failure).__name__
     ended = time.perf_counter()
     sound = seen.sound
     # What the header says holds where nobody knows better.
@@ -277,7 +322,9 @@ async def ask(
         audio_samples=tuple(sound.frames),
         sample_rate=rate if sound.times else 0,
         header_rate=sound.header_rate,
-        audio_digest=sound.digest,
+        picture_times=tuple(map(since, seen.pictures)),
+        num_pictures=seen.num_pictures,
+        digest=sound.digest or (seen.pixels.hexdigest()[:32] if seen.pictures else ""),
         stages=dict(stages_ms(seen.timings_ms)),
     )
 
@@ -302,6 +349,8 @@ async def _post(client: httpx.AsyncClient, request: Request, seen: _Seen) -> Non
     headers = {"content-type": request.content_type}
     async with client.stream("POST", request.route, content=request.body, headers=headers) as response:
         seen.status = response.status_code
+        if response.has_redirect_location:
+            raise _Failed(f"the server sends on to {response.headers['location']}: pass that address")
         if response.status_code != 200:
             raise _Failed(
                 f"status {response.status_code}: {(await response.aread())[:400].decode(errors='replace')}"
@@ -310,10 +359,15 @@ async def _post(client: httpx.AsyncClient, request: Request, seen: _Seen) -> Non
         if kind.startswith("text/event-stream"):
             async for data, now in _events(response, seen):
                 _read_event(_decode(data), now, seen)
+            if request.route == _CHAT and not seen.has_ended:
+                raise _Failed("the stream ended before its last chunk")
         elif kind.startswith("application/json"):
             whole = _decode(await response.aread())
             seen.first_byte = now = time.perf_counter()
             _read_whole(whole, now, seen)
+        elif _NOT_SOUND.match(kind):
+            said = (await response.aread())[:100].decode(errors="replace")
+            raise _Failed(f"an answer of the type {kind}, wanted WAV, PCM or JSON: {said}")
         else:
             _, _, rate = kind.partition("rate=")
             if rate:
@@ -336,17 +390,21 @@ async def _events(response: httpx.Response, seen: _Seen) -> AsyncIterator[tuple[
         seen.first_byte = seen.first_byte or now
         *lines, held = (held + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and (content := line[5:].strip()) and content != b"[DONE]":
-                yield content, now
+            if line.startswith(b"data:") and (content := line[5:].strip()):
+                if content == b"[DONE]":
+                    seen.has_ended = True
+                else:
+                    yield content, now
 
 
 def _read_event(event: Any, now: float, seen: _Seen) -> None:
-    """An event of a chat, of speech or of a transcription."""
+    """An event of a chat, of speech, of a picture or of a transcription."""
     if event.get("error"):
         raise _Failed(f"the stream ended with {json.dumps(event['error'], ensure_ascii=False)}")
     if event.get("usage"):
         seen.add_usage(event["usage"])
-    seen.timings_ms = event.get("timings_ms") or seen.timings_ms
+    if event.get("timings_ms"):
+        seen.add_timings(event["timings_ms"])
     kind = event.get("type", "")
     if kind == "transcript.text.delta":
         seen.add_text(event["delta"], now)
@@ -355,9 +413,12 @@ def _read_event(event: Any, now: float, seen: _Seen) -> None:
     elif kind == "speech.audio.delta" or event.get("object") == "audio.speech.chunk":
         data = event.get("audio") or event.get("delta")
         _add_sound(data.get("data") if isinstance(data, dict) else data, now, seen)
+    elif kind in ("image_generation.partial_image", "image_generation.completed"):
+        seen.add_picture(event["b64_json"], now, is_finished=kind.endswith("completed"))
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        seen.finish_reason = choice.get("finish_reason") or seen.finish_reason
+        if choice.get("finish_reason"):
+            seen.finish_reason, seen.has_ended = "" + choice["finish_reason"], True
         audio, content = delta.get("audio") or {}, delta.get("content")
         if event.get("modality") == "audio":
             _add_sound(content, now, seen)
@@ -381,12 +442,14 @@ def _read_whole(answer: Any, now: float, seen: _Seen) -> None:
     """A JSON answer, from a server that does not stream."""
     if answer.get("error"):
         raise _Failed(json.dumps(answer["error"], ensure_ascii=False))
-    seen.add_usage(answer.get("usage") or {})
-    seen.timings_ms = answer.get("timings_ms") or {}
+    seen.add_usage(answer.get("usage"))
+    seen.add_timings(answer.get("timings_ms"))
     if "text" in answer:
         seen.add_text(answer["text"], now)
+    for picture in answer.get("data") or ():
+        seen.add_picture(picture.get("b64_json") or picture["url"], now)
     for choice in answer.get("choices") or ():
-        seen.finish_reason = choice.get("finish_reason") or ""
+        seen.finish_reason = "" + (choice.get("finish_reason") or "")
         if message := choice.get("message"):
             seen.add_text(message.get("content") or "", now)
             _add_sound((message.get("audio") or {}).get("data"), now, seen)
@@ -466,9 +529,9 @@ async def _hear(socket: websockets.ClientConnection, seen: _Seen) -> bool:
         seen.add_text(event["delta"], now)
     elif kind == "response.done":
         response = event["response"]
-        seen.add_usage(response.get("usage") or {})
-        seen.timings_ms = response.get("timings_ms") or {}
-        seen.finish_reason = response["status"]
+        seen.add_usage(response.get("usage"))
+        seen.add_timings(response.get("timings_ms"))
+        seen.finish_reason = "" + response["status"]
         if response["status"] != "completed" and (response.get("status_details") or {}).get("error"):
             raise _Failed(
                 f"the response failed: {json.dumps(response['status_details'], ensure_ascii=False)}"

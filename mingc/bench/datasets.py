@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mingc.bench.paths import PATHS
 from mingc.bench.records import Item
 from mingc.bench.scores import Judge, chosen_option, is_open_answer, last_number, same_words
@@ -30,6 +32,13 @@ from mingc.errors import ConfigError
 
 _REASONING_TOKENS = 2048
 _IMAGE = re.compile(r"<image (\d)>")
+_NEEDED = {
+    "speech": "text",
+    "speech-stream": "text",
+    "picture": "text",
+    "transcription": "clip",
+    "realtime": "clip",
+}
 _MEDIA = ("image_url", "audio_url", "video_url")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -50,7 +59,7 @@ def read_data_set(source: str) -> DataSet:
     read, judge = _READERS[kind]
     items = list[Item]()
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may have other separators inside
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}", where="--data", fix="name a text file"
@@ -60,7 +69,15 @@ def read_data_set(source: str) -> DataSet:
             continue
         try:
             items.append(read(line, number, path.parent))
-        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, OSError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            SyntaxError,
+            OSError,
+            RecursionError,
+        ) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             fix = f"see what a data set is: {', '.join(filter(None, _READERS))}, or items (docs/bench.md)"
             raise ConfigError(f"--data {path}, line {number}: {why}", where=str(path), fix=fix) from error
@@ -92,24 +109,26 @@ def _item(line: str, number: int, folder: Path) -> Item:
     )
     default = "text" if messages else "speech-stream" if "text" in fields else "transcription"
     path = fields.get("path", default)
-    needed = {"speech": "text", "speech-stream": "text", "transcription": "clip", "realtime": "clip"}.get(
-        path
-    )
+    needed = _NEEDED.get(path)
     if path not in PATHS:
         raise ValueError(f"path {path!r}: there are {', '.join(PATHS)}")
     if not (messages if needed is None else fields.get(needed)):
         raise ValueError(f"an item of path {path} needs {needed or 'messages or prompt'}")
     expected = fields.get("expected")
-    return Item(
-        id=str(fields.get("id", number)),
-        path=path,
-        messages=tuple(_with_media(message, folder) for message in messages),
-        text=fields.get("text", ""),
-        clip=(folder / fields["clip"]).read_bytes() if "clip" in fields else b"",
-        clip_text=fields.get("clip_text", ""),
-        expected=None if expected is None else str(expected),
-        max_tokens=fields.get("max_tokens"),
-    )
+    given = {
+        "id": str(fields.get("id", number)),
+        "path": path,
+        "messages": tuple(_with_media(message, folder) for message in messages),
+        "text": fields.get("text", ""),
+        "clip": (folder / fields["clip"]).read_bytes() if "clip" in fields else b"",
+        "clip_text": fields.get("clip_text", ""),
+        "expected": None if expected is None else str(expected),
+        "max_tokens": fields.get("max_tokens"),
+    }
+    found = msgspec.convert(given, Item)
+    if found.max_tokens is not None and found.max_tokens < 1:
+        raise ValueError(f"max_tokens {found.max_tokens}: must be at least 1")
+    return found
 
 
 def _with_media(message: Mapping[str, Any], folder: Path) -> dict[str, Any]:

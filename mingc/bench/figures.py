@@ -50,8 +50,11 @@ CONTINUITY = Figure("continuity", "%", is_higher_better=True)
 # Amount of each answer that a rate counts.
 _RATES: dict[Figure, Callable[[Sample], float | None]] = {
     Figure("requests", "1/s", is_higher_better=True): lambda sample: 1.0,
-    Figure("tokens", "tok/s", is_higher_better=True): lambda sample: sample.output_tokens,
+    Figure("tokens", "tok/s", is_higher_better=True): (
+        lambda sample: None if sample.picture_times else sample.output_tokens
+    ),
     Figure("audio", "s/s", is_higher_better=True): lambda sample: sample.audio_s or None,
+    Figure("pictures", "1/s", is_higher_better=True): lambda sample: sample.num_pictures or None,
 }
 
 
@@ -77,6 +80,15 @@ def _rtf(sample: Sample) -> Sequence[float]:
     return [(sample.ended - sample.scheduled) / sample.audio_s] if sample.audio_s else []
 
 
+def _first_partial(sample: Sample) -> Sequence[float]:
+    """Nothing of an answer that has finished pictures only."""
+    return _since_due(sample.picture_times[: len(sample.picture_times) - sample.num_pictures], sample)
+
+
+def _per_picture(sample: Sample) -> Sequence[float]:
+    return [(sample.ended - sample.scheduled) / sample.num_pictures] if sample.num_pictures else []
+
+
 # Values of an answer; name, unit, quantiles that are shown.
 _TIMES: tuple[tuple[str, str, tuple[str, ...], Callable[[Sample], Sequence[float]]], ...] = (
     ("first token", "ms", ("median", "p95"), lambda sample: _since_due(sample.token_times, sample)),
@@ -84,6 +96,8 @@ _TIMES: tuple[tuple[str, str, tuple[str, ...], Callable[[Sample], Sequence[float
     ("pause between tokens", "ms", ("p99",), lambda sample: _gaps(sample.token_times)),
     ("first audio", "ms", ("median", "p95"), lambda sample: _since_due(sample.audio_times, sample)),
     ("pause between chunks", "ms", ("p99",), _chunk_gaps),
+    ("first unfinished picture", "ms", ("median", "p95"), _first_partial),
+    ("time per picture", "s", ("median", "p95"), _per_picture),
     ("real-time factor", "", ("median", "p95"), _rtf),
     ("wall", "ms", ("median", "p95"), lambda sample: [1e3 * (sample.ended - sample.scheduled)]),
 )

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from mingc.bench.paths import PATHS
 from mingc.bench.records import Item
 from mingc.bench.sound import read, wav
 
 CLIP_RATE = 16_000
 _SPEECH_SENTENCES = 2
 _SENTENCE_WORDS = 11
+_STEP = 618_033  # has no divisor with 10^6 in common: every number comes once
 _PAUSE_S = 0.1  # shorter than what ends a turn
 # Sentences of three-sentences.ogg, which espeak-ng spoke: seconds, and their words.
 _SPOKEN = (
@@ -79,12 +81,15 @@ class Synthetic:
     def item(self, path: str, index: int, /) -> Item:
         draw = random.Random(f"{self.seed} {path} {index}")
         name = f"{path}-{index}"
-        if path in ("speech", "speech-stream"):
-            return Item(id=name, path=path, text=_text(draw, index, _SPEECH_SENTENCES))
+        # No two items of any path have the same, before a path has had 500,000.
+        number = f"{[*PATHS].index(path)}{(self.seed + index // 2 * _STEP) % 10**6:06d}"
+        if path in ("speech", "speech-stream", "picture"):
+            sentences = 1 if path == "picture" else min(_SPEECH_SENTENCES, self._sentences)
+            return Item(id=name, path=path, text=_text(draw, index, number, sentences))
         if path in ("realtime", "transcription"):
             clip, words = _clip(draw, self.clip_s)
             return Item(id=name, path=path, clip=clip, expected=words)
-        text, parts = self._prompt(draw, index), list[dict[str, Any]]()
+        text, parts = self._prompt(draw, index, number), list[dict[str, Any]]()
         if path == "image":
             url = "data:image/jpeg;base64," + base64.b64encode(_picture(draw, self.picture_pixels)).decode()
             parts.append({"type": "image_url", "image_url": {"url": url}})
@@ -94,18 +99,21 @@ class Synthetic:
         parts.append({"type": "text", "text": text})
         return Item(id=name, path=path, messages=({"role": "user", "content": parts if parts[1:] else text},))
 
-    def _prompt(self, draw: random.Random, index: int) -> str:
-        sentences = max(1, round(self.words / _SENTENCE_WORDS))
-        return f"{_text(draw, index, sentences)} {_QUESTIONS[index % 2]}"
+    def _prompt(self, draw: random.Random, index: int, number: str) -> str:
+        return f"{_text(draw, index, number, self._sentences)} {_QUESTIONS[index % 2]}"
+
+    @property
+    def _sentences(self) -> int:
+        return max(1, round(self.words / _SENTENCE_WORDS))
 
 
-def _text(draw: random.Random, index: int, sentences: int) -> str:
-    """Sentences in English for even numbers, in Chinese for odd ones; a number near the beginning makes them unique."""
+def _text(draw: random.Random, index: int, number: str, sentences: int) -> str:
+    """Sentences in English for even indices, in Chinese for odd ones; a number near the beginning makes them unique."""
     if index % 2:
-        number = f"第{draw.randrange(10**6)}号"
-        return number + "".join("".join(map(draw.choice, _CHINESE)) + "。" for _ in range(sentences))
-    number = f"Number {draw.randrange(10**6)}:"
-    return " ".join([number, *(" ".join(map(draw.choice, _ENGLISH)) + "." for _ in range(sentences))])
+        return f"第{number}号" + "".join("".join(map(draw.choice, _CHINESE)) + "。" for _ in range(sentences))
+    return " ".join(
+        [f"Number {number}:", *(" ".join(map(draw.choice, _ENGLISH)) + "." for _ in range(sentences))]
+    )
 
 
 def _picture(draw: random.Random, pixels: int) -> bytes:

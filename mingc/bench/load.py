@@ -14,7 +14,7 @@ import multiprocessing
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -32,6 +32,7 @@ from mingc.host.parent_watchdog import watch_pool_owner
 
 _LAG_STEP_S = 0.01  # how often the event loop of a client is looked at
 _START_S = 0.05  # from the word of the parent to the first request
+_END_S = 3.0  # of all processes together
 _CLIENTS_A_PROCESS = 8
 _MAX_PROCESSES = 16
 _encode, _decode_sample = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Sample).decode
@@ -87,10 +88,12 @@ class Clients:
             self._ends.append(mine)
 
     def close(self) -> None:
-        for end, process in zip(self._ends, self._processes, strict=True):
+        for end in self._ends:
             end.close()
-            process.join(5)
-            if process.is_alive():
+        deadline = time.monotonic() + _END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():  # waits for a server that does not answer
                 process.kill()
                 process.join()
 
@@ -177,15 +180,6 @@ class Clients:
             ),
             is_complete=is_complete,
         )
-
-    def _left(self) -> Iterator[Sample]:
-        """What clients that were ended had sent."""
-        for end in self._ends:
-            with suppress(EOFError, OSError):
-                while end.poll():
-                    kind, value = end.recv()
-                    if kind == "sample":
-                        yield _decode_sample(value)
 
     def _receive(self, end: Connection) -> tuple[str, Any]:
         try:

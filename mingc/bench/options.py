@@ -13,6 +13,7 @@ from mingc.options import SECONDS, check, option
 if TYPE_CHECKING:
     from mingc.bench.records import Load
 
+_MAX_REQUESTS = 100_000  # of a load
 _WHAT, _LOADS, _CLIENTS = "Requests", "Loads", "Clients"
 
 
@@ -111,8 +112,17 @@ class BenchOptions:
         try:
             if not isinstance(json.loads(self.fields), dict):
                 raise ValueError("not an object")
+            if not isinstance(self.more_fields.get("audio", {}), dict):
+                raise ValueError("its 'audio' is none")
         except ValueError as error:
             problems.append(f"--fields {self.fields}: must be a JSON object: {error}")
+        most = max(
+            max(self.rates) * self.duration if self.rates else max(self.concurrency, default=0) * self.rounds,
+            0,
+        )
+        if most > _MAX_REQUESTS:
+            problems.append(f"a load of {most:,.0f} requests: they are written before the first is sent, so at most"
+                            f" {_MAX_REQUESTS:,}")  # fmt: skip
         check(self, *problems, where="mingc bench", fix="see mingc bench --help")
 
     @property

@@ -10,5 +10,6 @@ PATHS: dict[str, str] = {
     "speech-stream": "text → streamed speech",
     "spoken": "text → streamed text and speech in one chat",
     "realtime": "a spoken turn of a session → speech",
+    "picture": "text → a picture, streamed with an unfinished one",
     "transcription": "spoken clip → its text",
 }

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from mingc.bench.paths import PATHS as PATHS
+from mingc.console.report_page import write_text
 from mingc.errors import ConfigError
 
 SCHEMA = 1
@@ -24,7 +25,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: names it in its data set; unique there.
         messages: of a chat, as the API takes them.
-        text: to be spoken.
+        text: to be spoken, or drawn.
         clip: a sound file: of `realtime` and `transcription`; of `speech` and `speech-stream` the voice to speak with.
         clip_text: the words of that voice's clip.
         expected: the right answer, for the score of a data set; None: the answer is not scored.
@@ -65,7 +66,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
         audio_samples: sample frames in each of these chunks.
         sample_rate: at which the samples count: the one that was asked for or known, otherwise of the header.
         header_rate: of the sound file's header; None: sound without a header.
-        audio_digest: hash of all samples; empty: no sound.
+        picture_times: when each picture came, unfinished ones too.
+        num_pictures: finished ones.
+        digest: hash of all samples of sound, or of the pictures; empty: neither.
         stages: milliseconds of each stage as the server saw it (our `timings_ms`, by the names of our metrics).
     """
 
@@ -89,7 +92,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     audio_samples: tuple[int, ...] = ()
     sample_rate: int = 0
     header_rate: int | None = None
-    audio_digest: str = ""
+    picture_times: tuple[float, ...] = ()
+    num_pictures: int = 0
+    digest: str = ""
     stages: dict[str, float] = {}
 
     @property
@@ -184,6 +189,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
         servers: by base URL: what the server says about itself (`/health` or `/v1/models`).
         settings: the options, by name.
         scores: of data sets: name → figure → value.
+        is_complete: whether every load was measured: Ctrl-C and a server that answers no more end it earlier.
     """
 
     schema: int = SCHEMA
@@ -196,6 +202,7 @@ class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...]
     findings: tuple[Finding, ...] = ()
     scores: dict[str, dict[str, float]] = {}
+    is_complete: bool = True
 
 
 def grouped(runs: Sequence[Run]) -> Mapping[tuple[str, Load], list[Run]]:
@@ -211,14 +218,17 @@ def encode(file: BenchFile) -> bytes:
 
 
 def write(path: Path, file: BenchFile) -> None:
-    path.write_bytes(encode(file) + b"\n")
+    write_text(encode(file).decode() + "\n", path)
 
 
 def read(path: Path) -> BenchFile:
     """Raises: ConfigError when the file is not one of `write`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=BenchFile)
-    except (OSError, msgspec.DecodeError) as error:
+        file = msgspec.json.decode(path.read_bytes(), type=BenchFile)
+        if file.schema != SCHEMA:
+            raise ValueError(f"its schema is {file.schema}, this version reads {SCHEMA}")
+        return file
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"no result of `mingc bench` can be read: {error}",
             where=str(path),

@@ -23,8 +23,10 @@ from mingc.bench.statistics import Estimate, Quantile
 from mingc.console.report_page import Cell, Chart, Point, ReportPage, Section, Table
 
 Figures = Mapping[Figure, Estimate]
-_OVERVIEW = ("success", "requests", "tokens", "audio", "first token, median", "time per output token, median",
-             "first audio, median", "real-time factor, median", "underruns per answer", "wall, median")  # fmt: skip
+_OVERVIEW = ("success", "requests", "tokens", "audio", "pictures", "first token, median",
+             "time per output token, median", "first audio, median", "real-time factor, median",
+             "underruns per answer", "first unfinished picture, median", "time per picture, median",
+             "wall, median")  # fmt: skip
 _SPREAD = (FIRST_TOKEN, FIRST_AUDIO, WALL)
 _SPREAD_LINES = 8  # loads in a chart
 _SHARES = np.linspace(0, 1, 51)
@@ -59,8 +61,8 @@ def report(file: BenchFile, comparison: Comparison | None = None) -> ReportPage:
 
 
 def _traps(file: BenchFile) -> Section:
-    notes = ["The run was interrupted: the last load has fewer requests."] * any(
-        not run.is_complete for run in file.runs
+    notes = ["The measurement ended early: loads are missing, or have fewer requests."] * (
+        not file.is_complete
     )
     if not file.findings:
         return Section(heading="Traps", notes=(*notes, "No trap was found."))

@@ -13,6 +13,7 @@ from mingc.bench.records import Finding, Load, Run, Sample, grouped
 # Faster than any model: what comes at this rate was generated before and held back.
 _TOKEN_S = 0.0002
 _FASTEST_RTF = 0.001
+_SAME_MOMENT = 0.005  # of the time of the answer
 _LEAST_TOKENS, _LEAST_AUDIO_S = 8, 1.0  # shorter streams show nothing
 _RATE_ERROR = 0.02  # between the length of a sound and what is said about it
 _SAME_CHARS = 20  # shorter answers may well be equal
@@ -64,7 +65,11 @@ def _blob(samples: Sequence[Sample], runs: Runs) -> Iterator[str]:
     path = runs[0].path
     if path in ("speech", "transcription"):  # may be whole
         return
-    texts = [each for each in samples if _tokens(each) >= _LEAST_TOKENS]
+    early = [each for each in samples if len(each.picture_times) > each.num_pictures]
+    late = [each for each in early if _span(each.picture_times) < _SAME_MOMENT * (each.ended - each.sent)]
+    if early and 2 * len(late) > len(early):
+        yield f"{len(late)} of {len(early)} unfinished pictures came together with the finished one"
+    texts = [] if path == "picture" else [each for each in samples if _tokens(each) >= _LEAST_TOKENS]
     lumps = [each for each in texts if _span(each.token_times) < _TOKEN_S * (_tokens(each) - 1)]
     if path != "realtime" and texts and 2 * len(lumps) > len(texts):
         yield (
@@ -118,9 +123,10 @@ def _header(samples: Sequence[Sample], runs: Runs) -> Iterator[str]:
 
 
 def _equal(samples: Sequence[Sample], runs: Runs) -> Iterator[str]:
-    sounds = _largest_group(samples, lambda each: each.audio_digest)
-    if sounds > 1:
-        yield f"{sounds} different requests got the same sound, sample by sample: answers are copies, or mixed up"
+    same = _largest_group(samples, lambda each: each.digest)
+    if same > 1:
+        what = "picture" if runs[0].path == "picture" else "sound, sample by sample"
+        yield f"{same} different requests got the same {what}: answers are copies, or mixed up"
     if runs[0].path in ("realtime", "transcription"):  # few sentences are spoken: the words may be the same
         return
     texts = _largest_group(samples, lambda each: each.text if len(each.text) >= _SAME_CHARS else "")

@@ -105,7 +105,7 @@ def command(
     sys.stdout.write(encode(file).decode() + "\n" if as_json else to_markdown(page))
     for finding in file.findings:
         print(f"{finding.trap}: {finding.where}: {finding.message}", file=sys.stderr)
-    if not all(run.is_complete for run in file.runs):
+    if not file.is_complete:
         return INTERRUPTED
     is_worse = comparison is not None and comparison.is_worse
     return FOUND_PROBLEMS if file.findings or is_worse else 0

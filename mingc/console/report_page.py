@@ -92,7 +92,10 @@ def check_output_path(path: Path, option: str) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write `text` to `path`, atomically, with the rights that a new file has."""
+    """Write `text` to `path`, atomically, with the rights that a new file has; a device or a pipe stays what it is."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
     ) as file:

@@ -9,8 +9,8 @@ from mingc_command import mingc, serving
 from mingc.bench.paths import PATHS
 from mingc.bench.records import read
 
-_LOADS = ("--concurrency", 2, "--rounds", 1, "--repeats", 1)
-_SIZES = ("--tokens", 12, "--words", 24, "--picture", 64, "--clip", "500ms")
+_LOADS = ("--concurrency", 1, "--rounds", 1, "--repeats", 1)
+_SIZES = ("--tokens", 6, "--words", 12, "--picture", 64, "--clip", "500ms")
 
 
 def test_every_path_of_a_served_artifact_is_measured(eager_artifact: Path, tmp_path: Path) -> None:
@@ -20,12 +20,13 @@ def test_every_path_of_a_served_artifact_is_measured(eager_artifact: Path, tmp_p
     file = read(tmp_path / "result.json")
     assert {each.trap for each in file.findings} <= {"client"}, done.stderr
     assert file.servers[server.url]["model"] == "ming-omni"
-    assert [run.path for run in file.runs] == [*PATHS]
+    assert [run.path for run in file.runs] == [each for each in PATHS if each != "picture"]
+    assert "picture is left out" in done.stderr
     for run in file.runs:
-        assert [each.error for each in run.samples] == ["", ""]
+        assert [each.error for each in run.samples] == [""]
         for each in run.samples:
             if run.path in ("text", "image", "clip", "spoken"):
-                assert each.output_tokens == len(each.token_times) == 12
+                assert each.output_tokens == len(each.token_times) == 6
                 assert each.stages.keys() >= {"preprocess", "queue", "prefill"}
             if run.path in ("speech", "speech-stream", "spoken"):
                 assert each.audio_s > 0.3 and (each.header_rate, each.sample_rate) == (44_100, 44_100)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-RATE, FIRST_S, STEP_S = 44_100, 0.1, 0.01
+RATE, FIRST_S, STEP_S = 44_100, 0.06, 0.006
 CHUNKS, CHUNK = 12, 4410  # of sound: 1.2 s
 _NATURAL_TOKENS = 5  # of an answer, and the length of the prompt
 
@@ -48,6 +48,7 @@ class StandIn:
                 Route("/metrics", self._metrics),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/audio/speech", self._speech, methods=["POST"]),
+                Route("/v1/images/generations", self._draw, methods=["POST"]),
                 Route("/v1/audio/transcriptions", self._transcribe, methods=["POST"]),
                 WebSocketRoute("/v1/realtime", self._session),
             ]
@@ -187,6 +188,31 @@ class StandIn:
             await self._pause(STEP_S)
         usage = {"input_tokens": 9, "output_tokens": 4}
         yield f"data: {json.dumps({'type': 'speech.audio.done', 'usage': usage})}\n\ndata: [DONE]\n\n"
+
+    # Pictures
+
+    async def _draw(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.shape != "mingc":  # in one piece
+            await self._pause(FIRST_S + CHUNKS * STEP_S)
+            return JSONResponse({"created": 1, "data": [{"b64_json": self._pixels(body["prompt"])}]})
+        return StreamingResponse(self._picture_events(body["prompt"]), media_type="text/event-stream")
+
+    async def _picture_events(self, prompt: str) -> AsyncIterator[str]:
+        await self._pause(FIRST_S + (CHUNKS * STEP_S if self.fault == "blob" else 0))
+        event = {"type": "image_generation.partial_image", "b64_json": "AAAA", "partial_image_index": 0}
+        first = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+        if self.fault != "blob":
+            yield first
+            first = ""
+            await self._pause(CHUNKS * STEP_S)
+        last = {"type": "image_generation.completed", "b64_json": self._pixels(prompt)}
+        usage = {"input_tokens": 9, "output_tokens": 4096, "total_tokens": 4105}
+        yield f"{first}event: {last['type']}\ndata: {json.dumps({**last, 'usage': usage})}\n\n"
+
+    def _pixels(self, prompt: str) -> str:
+        return base64.b64encode(b"".join(self._pcm(prompt))).decode()
 
     # Clips
 

@@ -155,6 +155,8 @@ def test_seedtts(tmp_path: Path) -> None:
     assert second.path == "speech-stream" and second.expected == "今天天气很好。"
     found = answered(f"seedtts:{path}", {"a": "get the trust fund the bank early", "b": "今天天汽很好"})
     assert found["word or character error rate, %"] == pytest.approx(100 * (1 / 8 + 1 / 6) / 2)
+    failed = answered(f"seedtts:{path}", {"a": "get the trust fund to the bank early"})
+    assert failed == {"word or character error rate, %": 50.0, "answers": 2.0, "failed": 1.0}
 
 
 def test_items_of_the_user(tmp_path: Path) -> None:
@@ -163,7 +165,11 @@ def test_items_of_the_user(tmp_path: Path) -> None:
     sound = {"type": "audio_url", "audio_url": {"url": "a.wav"}}
     path = write(
         tmp_path,
-        {"prompt": "Name the capital of France.", "expected": "Paris", "max_tokens": 5},
+        {
+            "prompt": "Name the capital\u2028of\x85France.",
+            "expected": "Paris",
+            "max_tokens": 5,
+        },  # no ends of lines
         "",
         {"id": "said", "clip": "a.wav", "expected": "hello there"},
         {"text": "Hello.", "path": "speech"},
@@ -173,6 +179,7 @@ def test_items_of_the_user(tmp_path: Path) -> None:
     assert [(item.id, item.path) for item in data.items] == [
         ("1", "text"), ("said", "transcription"), ("4", "speech"), ("5", "clip"),
     ]  # fmt: skip
+    assert data.items[0].messages[0]["content"] == "Name the capital\u2028of\x85France."
     first, second = data.items[3].messages[0]["content"]
     assert first == part and second["audio_url"]["url"].startswith("data:audio/")
     assert base64.b64decode(second["audio_url"]["url"].partition("base64,")[2]) == b"RIFF"
@@ -198,6 +205,12 @@ def test_items_of_the_user(tmp_path: Path) -> None:
         ("", {"prompt": "?", "expeted": "1"}, "unknown field 'expeted'"),
         ("", {"path": "speech", "prompt": "?"}, "needs text"),
         ("", {"path": "smell", "prompt": "?"}, "path 'smell'"),
+        ("", {"path": "picture", "prompt": "?"}, "needs text"),
+        ("", {"text": 5}, "got `int` - at `$.text`"),
+        ("", {"prompt": "?", "max_tokens": "8"}, "got `str` - at `$.max_tokens`"),
+        ("", {"prompt": "?", "max_tokens": 0}, "max_tokens 0"),
+        ("", "[" * 100_000, "recursion"),
+        ("", '{"prompt": ', "Expecting value"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, kind: str, line: object, why: str) -> None:

@@ -29,6 +29,10 @@ def test_items_are_unique_and_the_same_again(path: str) -> None:
 
 def test_prompts_differ_from_their_beginning_on_in_two_languages() -> None:
     """A prefix cache keeps pages of 16 tokens: no two prompts share the first."""
+    numbers = [SOURCE.item(path, index).text.split()[1] if path == "picture" else
+               SOURCE.item(path, index).messages[0]["content"].split()[1]
+               for path in ("text", "picture", "spoken") for index in range(0, 4000, 2)]  # fmt: skip
+    assert len({*numbers}) == 6000, "of some thousand random ones, two would be equal"
     prompts = [SOURCE.item("text", index).messages[0]["content"] for index in range(200)]
     assert len({each[:16] for each in prompts}) == 200
     assert [each.isascii() for each in prompts] == [True, False] * 100
@@ -65,18 +69,20 @@ def test_a_file_is_counted_however_it_is_cut(rate: int, width: int, channels: in
 
 
 def test_raw_samples_and_files_in_pieces_are_counted() -> None:
-    raw, pieces, endless = Sound(24_000), Sound(24_000), Sound(24_000)
+    raw, pieces = Sound(24_000), Sound(24_000)
     for data in (b"\0" * 5, b"\1" * 4, b"\2"):
         raw.feed(data, 0.0)
     assert (raw.frames, raw.header_rate, sum(raw.frames)) == ([2, 2, 1], None, 5)
     for _ in range(3):
         pieces.feed(_file(44_100, 2, 1, 10), 0.0)
     assert (pieces.frames, pieces.header_rate) == ([10, 10, 10], 44_100)
-    header = bytearray(_file(44_100, 2, 1, 0))
-    header[40:44] = b"\xff\xff\xff\xff"  # a stream does not know its length
-    endless.feed(bytes(header) + b"\0" * 8, 0.0)
-    endless.feed(b"\0" * 8, 1.0)
-    assert endless.frames == [4, 4]
+    for length in (b"\xff\xff\xff\xff", b"\0\0\0\0"):  # a stream does not know its length
+        endless = Sound(24_000)
+        header = bytearray(_file(44_100, 2, 1, 0))
+        header[36:44] = b"LIST\x03\0\0\0abc\0data" + length  # a chunk of an odd length is padded
+        endless.feed(bytes(header) + b"\0" * 8, 0.0)
+        endless.feed(b"\0" * 8, 1.0)
+        assert endless.frames == [4, 4] and endless.header_rate == 44_100
     assert len({raw.digest, pieces.digest, endless.digest, Sound(1).digest}) == 4
     with pytest.raises(ValueError, match="wanted WAV or PCM"):
         Sound(24_000).feed(b"OggS" + bytes(100), 0.0)

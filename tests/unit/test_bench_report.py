@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from chromium import BROWSER, browse
 
 from mingc.bench.baseline import compare, read_baseline
 from mingc.bench.figures import Playback, estimates, playback
-from mingc.bench.records import BenchFile, ClientState, Finding, Load, Run, Sample, write
+from mingc.bench.records import BenchFile, ClientState, Finding, Load, Run, Sample, encode, write
 from mingc.bench.report import report
 from mingc.console.report_page import to_html, to_markdown, write_text
 from mingc.errors import ConfigError
@@ -104,10 +105,66 @@ def test_figures_of_speech_by_hand() -> None:
     assert "underruns per answer" not in whole, "nobody listens to a file before it is there"
 
 
+def test_figures_of_pictures_by_hand() -> None:
+    """Two pictures in one answer, each with an unfinished state; an answer without one; one that failed."""
+    two = Sample(item="a", server="s", scheduled=1.0, sent=1.5, ended=9.0, picture_times=(3.0, 4.0, 8.0, 9.0),
+                 num_pictures=2, output_tokens=8192)  # fmt: skip
+    whole = Sample(
+        item="b", server="s", scheduled=0.0, sent=0.0, ended=3.0, picture_times=(3.0,), num_pictures=1
+    )
+    failed = Sample(
+        item="c", server="s", scheduled=0.0, sent=0.0, ended=1.0, error="lost", picture_times=(0.5,)
+    )
+    found = means([run("picture", Load(kind="open", rate=1.0), [two, whole, failed], wall_s=10.0)])
+    wanted = {
+        "success, %": 200 / 3,
+        "requests, 1/s": 0.2,
+        "pictures, 1/s": 0.3,
+        "first unfinished picture, median, ms": 2000.0,
+        "first unfinished picture, p95, ms": 2000.0,
+        "time per picture, median, s": 3.5,
+        "time per picture, p95, s": np.quantile([4.0, 3.0], 0.95),
+        "wall, median, ms": 5500.0,
+        "wall, p95, ms": np.quantile([8000, 3000], 0.95),
+    }
+    assert found == pytest.approx(wanted)
+
+
 def test_a_figure_that_a_server_does_not_give_is_absent() -> None:
     uncounted = Sample(item="a", server="s", scheduled=0.0, sent=0.0, ended=1.0, token_times=(0.5, 0.9))
     found = means([run("text", Load(kind="closed", concurrency=1), [uncounted], wall_s=1.0)])
     assert not [name for name in found if "tok/s" in name or "output token" in name or "audio" in name]
+
+
+def test_a_result_replaces_a_file_and_nothing_else(tmp_path: Path) -> None:
+    """Such as /dev/null."""
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, file):
+        write(path, bench_file([]))
+    assert pipe.is_fifo() and os.read(end, 10_000) == file.read_bytes()
+    os.close(end)
+    file.chmod(0o400)
+    write(file, bench_file([]))  # what would be lost after a long measurement otherwise
+    assert [each.name for each in tmp_path.iterdir() if each.name not in ("pipe", "file")] == []
+
+
+def test_an_open_loop_shares_its_wall_time_equally() -> None:
+    """Its answers do not make it longer: the requests per second of its halves differ by their numbers only."""
+    samples = [
+        Sample(item=str(i), server="s", scheduled=i, sent=i, ended=i + took)
+        for i, took in enumerate((1, 9, 1, 9))
+    ]
+    bounds = {}
+    for load in (Load(kind="open", rate=1.0), Load(kind="closed", concurrency=4)):
+        ((_, figures),) = estimates([run("text", load, samples, wall_s=10.0)]).items()
+        (found,) = [value for figure, value in figures.items() if figure.name == "requests"]
+        bounds[load.kind] = (found.mean, found.error)
+    assert (
+        bounds["open"] == (pytest.approx(0.4), pytest.approx(0, abs=1e-9))
+        and (bounds["closed"][1] or 0) > 0.05
+    )
 
 
 def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int = 3) -> BenchFile:
@@ -131,7 +188,7 @@ def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int =
                 for time in taken
             ]  # fmt: skip
             runs.append(run("speech-stream", load, speech, sum(taken) / concurrency, repeat))
-    return bench_file(runs, settings={"repeats": num_repeats, "warm-up": 2})
+    return bench_file(runs, settings={"repeats": num_repeats, "warm-up": 2, "seed": seed})
 
 
 def test_equal_servers_are_not_told_apart() -> None:
@@ -168,6 +225,22 @@ def test_a_server_that_is_slower_or_fails_is_told_by_every_figure_of_it() -> Non
     }
 
 
+def test_any_drop_of_a_percentage_counts_but_small_changes_of_a_time_do_not() -> None:
+    def answered(took: float, failed: int) -> BenchFile:
+        samples = [Sample(item=str(i), server="s", scheduled=0.0, sent=0.0, ended=took + i * 1e-6,
+                          error="x" * (i < failed)) for i in range(4000)]  # fmt: skip
+        return bench_file([run("transcription", Load(kind="open", rate=1.0), samples, wall_s=9.0)])
+
+    changes = compare(answered(1.0, 0), answered(1.02, 60)).changes
+    verdicts = {change.figure.name: change.verdict for change in changes}
+    assert verdicts == {
+        "success": "worse",  # 98.5 %
+        "requests": "no difference",
+        "wall, median": "no difference",
+        "wall, p95": "no difference",
+    }
+
+
 def test_what_differs_between_two_measurements_is_noted() -> None:
     old, new = measured(1), measured(2, num_repeats=1)
     new = msgspec.structs.replace(
@@ -178,6 +251,7 @@ def test_what_differs_between_two_measurements_is_noted() -> None:
     notes = "\n".join(compare(old, new).notes)
     assert "hardware, cpu: A CPU in the baseline, Another here" in notes and "settings, repeats: 3" in notes
     assert "This run has one repeat" in notes and "Not in the baseline: image c=1" in notes
+    assert "seed" not in notes and "ended early" not in notes
     alone = bench_file([run("text", Load(kind="closed", concurrency=1), [old.runs[0].samples[0]], 1.0)])
     assert {change.verdict for change in compare(alone, alone).changes} == {"unknown"}
 
@@ -189,6 +263,14 @@ def test_a_baseline_of_other_loads_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_baseline(path, ["text"], [Load(kind="closed", concurrency=8)])
     assert caught.value.where == "--baseline" and "text c=16" in caught.value.message
+    for text, why in (
+        (b"{}", "missing required field"),
+        (b"", "truncated"),
+        (b'{"schema": 2,', "its schema is 2"),
+    ):
+        path.write_bytes(text if not text.endswith(b",") else text + encode(measured(1)).split(b",", 1)[1])
+        with pytest.raises(ConfigError, match=why):
+            read_baseline(path, ["text"], [Load(kind="closed", concurrency=4)])
 
 
 FILE = msgspec.structs.replace(
@@ -214,6 +296,23 @@ def test_markdown() -> None:
     success = next(line for line in figures if line.startswith("| success, %"))
     assert re.fullmatch(r"\| success, % \|( 97.5 ± 0 \(9[0-9.]+–100\) \|){3}", success)
     assert "| gsm8k | accuracy, % | 93.2 |" in text and "| worse |" in text
+    slower = next(
+        line for line in text.splitlines() if line.startswith("| text c=1 | wall, median, ms | worse |")
+    )
+    assert re.search(r"\| \+(4|5)\d\.\d % \|$", slower), slower  # half as slow again
+
+
+def test_the_chart_of_a_spread_has_the_quantiles_of_the_answers() -> None:
+    samples = [Sample(item=str(i), server="s", scheduled=0.0, sent=0.0, ended=i / 10) for i in range(11)]
+    page = report(bench_file([run("transcription", Load(kind="open", rate=1.0), samples, wall_s=1.0)]))
+    (chart,) = [each for s in page.sections for each in s.charts if "share of answers" in each.title]
+    (points,) = chart.series.values()
+    assert {round(point.y): point.x for point in points}.items() >= {
+        0: 0,
+        50: 500,
+        90: 900,
+        100: 1000,
+    }.items()
 
 
 # What the browser made of the page, and every text, point and line that lies outside its chart.

@@ -89,6 +89,16 @@ def test_layers_that_share_an_engine_count_each() -> None:
     ]
 
 
+def test_the_higher_roof_and_the_medians_are_those_of_all_layers() -> None:
+    attention = THINKER[4]
+    slow = PeakRates(device="none", copy_tb_s=1.0, matmul_tflop_s=1.0, matmul_dtype="float32")
+    cost = EngineCost(dims=attention.sizes, weight_bytes=int(1e8), flops=int(5e8), state_bytes=0)
+    bound = roofline_bound(attention, cost, 0, slow)  # 0.1 ms of memory, 0.5 ms of arithmetic
+    (part,) = [each for each in summarize(THINKER, [bound], context=256) if each.engine == attention.title]
+    assert (part.ms, part.median_ms) == (8.0, 24.0)
+    assert (part.roof_ms, part.gap_ms) == (pytest.approx(2.0), pytest.approx(6.0))
+
+
 @pytest.mark.parametrize("without", ["cfm.sample", "audio_vae.stream"])
 def test_what_was_timed_in_part_has_no_shares(without: str) -> None:
     assert rows(*(each for each in TALKER if each.engine != without)) == []
