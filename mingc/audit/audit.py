@@ -123,7 +123,10 @@ def _files(
     texts = {each.utterance: each.text for group in groups.values() for each in group if each.text}
     return {
         label: [
-            heard(Measured(sound=replace(each, text=texts.get(each.utterance, "")), embed=embed), hear)
+            heard(
+                Measured(sound=replace(each, text=each.text or texts.get(each.utterance, "")), embed=embed),
+                hear,
+            )
             for each in group
         ]
         for label, group in groups.items()

@@ -17,6 +17,7 @@ import numpy as np
 
 from mingc.audit.measures import DRIFT, Measured, aligned_distance_db, semitones
 from mingc.audit.report import Check, FigureRow, Verdict
+from mingc.media.dsp.audio_comparison import rms
 
 YARDSTICK = 1.5  # distances across may be so many times those within
 MAX_ERROR_RATE = 0.1  # of words, or characters of Chinese: still intelligible
@@ -91,10 +92,15 @@ def faults(each: Measured) -> dict[str, str]:
         rate = _usual_rate(sound.hz, sound.counted_s / sound.duration_s) if sound.duration_s else None
         made = "" if rate is None else f": they were made at {rate} Hz"
         found["header"] = f"the server counted {sound.counted_s:.2f} s, {length}{made}"
-    if each.loudness_lufs is None or each.loudness_lufs < _QUIETEST_LUFS:
+    is_short = (
+        each.loudness_lufs is None
+        and sound.duration_s < 0.4
+        and rms(sound.samples) > 10 ** (_QUIETEST_LUFS / 20)
+    )
+    if not is_short and (each.loudness_lufs is None or each.loudness_lufs < _QUIETEST_LUFS):
         level = "none" if each.loudness_lufs is None else f"{each.loudness_lufs:.1f} LUFS"
         found["silence"] = f"no speech is heard: loudness {level}"
-    elif each.loudness_lufs > _LOUDEST_LUFS:
+    elif each.loudness_lufs is not None and each.loudness_lufs > _LOUDEST_LUFS:
         found["loudness"] = (
             f"{each.loudness_lufs:.1f} LUFS is louder than speech ({_LOUDEST_LUFS:.0f} at most)"
         )

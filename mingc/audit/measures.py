@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -31,6 +31,7 @@ _PAUSE_S = 0.02
 DRIFT = ("drift_timbre_db", "drift_loudness_lu", "drift_pitch_semitones", "drift_speaker")
 LONG_S = 12.0  # from here on a sound is long enough to drift
 _MOST_FRAMES = 1500  # of an alignment
+_BLOCK = 6000  # frames whose pitch is found at once: a minute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,7 @@ class Measured:
         return drift(self.sound.samples, self.sound.hz, self.embed)
 
     @cached_property
+    @np.errstate(invalid="ignore", over="ignore")  # samples that are no numbers: their figures become None
     def figures(self) -> dict[str, float | None]:
         """All figures by name and unit, for a report."""
         samples = self.sound.samples
@@ -175,11 +177,17 @@ def f0_hz(samples: Wave, hz: int) -> Floats:
     size, hop = round(_FRAME_S * _PITCH_HZ), round(_HOP_S * _PITCH_HZ)
     if len(wave) < size:
         return np.zeros(0)
-    framed = np.lib.stride_tricks.sliding_window_view(wave, size)[::hop]
-    power = np.mean(framed**2, axis=1)
-    framed = framed[power > max(float(power.max()) * 1e-4, 1e-10)]
-    if not len(framed):
-        return np.zeros(0)
+    energy = np.cumsum(np.pad(wave**2, (1, 0)))
+    power = (energy[size:] - energy[:-size])[::hop] / size
+    loud = np.flatnonzero(power > max(float(power.max()) * 1e-4, 1e-10)) * hop
+    blocks = np.split(loud, range(_BLOCK, len(loud), _BLOCK))
+    frames_of = np.lib.stride_tricks.sliding_window_view(wave, size)
+    return np.array([each for block in blocks for each in _yin(frames_of[block], shortest, longest)])
+
+
+def _yin(framed: Floats, shortest: int, longest: int) -> Iterator[float]:
+    """Pitch of the voiced ones of frames (T, size), by lags in samples at `_PITCH_HZ`."""
+    size = framed.shape[1]
     # Difference function of a window against itself later: energies less twice the correlation.
     window = size - longest
     fft = 1 << (2 * size - 1).bit_length()
@@ -192,7 +200,6 @@ def f0_hz(samples: Wave, hz: int) -> Floats:
     normal = difference[:, 1:] * np.arange(1, longest + 1) / np.maximum(total, 1e-20)  # lag k at column k - 1
     candidates = normal[:, shortest - 1 :]
     is_low = candidates < _UNVOICED
-    found = []
     for row, low in zip(candidates, is_low, strict=True):
         if not low.any():
             continue
@@ -204,8 +211,7 @@ def f0_hz(samples: Wave, hz: int) -> Floats:
             before, here, after = row[lag - 1 : lag + 2]
             bend = before - 2 * here + after
             offset = 0.5 * (before - after) / bend if bend else 0.0
-        found.append(_PITCH_HZ / (lag + shortest + offset))
-    return np.array(found)
+        yield _PITCH_HZ / (lag + shortest + offset)
 
 
 def mel_levels_db(samples: Wave, hz: int) -> Floats:

@@ -14,6 +14,7 @@ from mingc.audit.measures import Embed, Measured
 from mingc.audit.questions import COOKBOOK, LONG, SENTENCES, Question, digest_of, made_questions, media_part
 from mingc.audit.report import Check, FigureRow, Verdict
 from mingc.audit.server import AbsentError, AnswerError, Server, Transcribe
+from mingc.audit.sounds import read_file
 from mingc.errors import MingcError
 from mingc.text.error_rate import normalised, word_errors
 
@@ -46,7 +47,7 @@ def heard(each: Measured, transcribe: Transcribe | None) -> Measured:
     """Add transcript and error rate: of words, for Chinese of characters."""
     if transcribe is None or not each.sound.text:
         return each
-    words = transcribe(each.sound)
+    words = transcribe(each.sound)[: 10 * len(each.sound.text) + 100]  # megabytes are no less wrong
     return replace(each, transcript=words, error_rate=word_errors(each.sound.text, words).rate)
 
 
@@ -79,7 +80,9 @@ class Speaking:
             into.append(Measured(sound=sound, embed=self.embed))
             into[-1] = heard(into[-1], self.transcribe)
         except MingcError as error:
-            self.found.problems.append(_problem(f"speech {utterance}", self.found.name, error))
+            problem = _problem(f"speech {utterance}", self.found.name, error)
+            if problem not in self.found.problems:  # the same of each repetition
+                self.found.problems.append(problem)
 
 
 def _problem(name: str, where: str, error: MingcError) -> Check:
@@ -107,7 +110,7 @@ def collect(speaking: Speaking, *, repeats: int, media: Path | None) -> None:
         log(f"{name}: {question.name}")
         parts = question.media
         if question.file and media is not None:
-            parts = (media_part(question.file, (media / question.file).read_bytes()),)
+            parts = (media_part(question.file, read_file(media / question.file)),)
         try:
             found.answers[question.name] = server.ask(question.text, parts, max_tokens=question.max_tokens)
         except AnswerError as error:
@@ -202,9 +205,11 @@ def judge_servers(servers: Sequence[Collected]) -> Judgement:
     """Judge one server alone, or each and how far they differ."""
     checks = [check for each in servers for check in checks_of(each)]
     reasons = [f"{each.where}: {each.name}: {each.found}" for each in checks if each.outcome == "bad"]
-    notes = [
-        f"{each.where}: {each.name} was skipped: {each.found}" for each in checks if each.outcome == "skipped"
-    ]
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for each in checks:
+        if each.outcome == "skipped":
+            skipped.setdefault((each.where, each.found), []).append(each.name)
+    notes = [f"{where}: {', '.join(names)} skipped: {found}" for (where, found), names in skipped.items()]
     figures: tuple[FigureRow, ...] = ()
     if len(servers) == 2:
         one, other = servers
@@ -228,9 +233,10 @@ def judge_servers(servers: Sequence[Collected]) -> Judgement:
         reasons.append("nothing was found good")
     verdict: Verdict = "bad" if reasons else "good"
     good = sum(each.outcome == "good" for each in checks)
+    besides = f", {sum(map(len, skipped.values()))} were skipped" if skipped else ""
     return Judgement(
         verdict=verdict,
-        reasons=tuple(reasons) or (f"all {good} checks are good",),
+        reasons=tuple(reasons) or (f"all {good} checks are good{besides}",),
         notes=tuple(notes),
         figures=figures,
         checks=tuple(checks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,9 @@ from mingc.errors import ConfigError
 Wave = NDArray[np.float32]
 
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac", ".webm")
+_LEAST_HZ, _MOST_HZ = 4_000, 768_000
+_MOST_S, _MOST_SAMPLES = 1800, 100_000_000  # of one file; measuring takes several times their memory
+_OPEN_END = 0x7FFF0000  # a longer `data` chunk has no known end: FFmpeg and SoX write such sizes into streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,13 +68,25 @@ def read_sound(
                 )
             stream = container.streams.audio[0]
             hz = int(stream.rate)
-            mixer = av.AudioResampler(format="flt", layout="mono")
-            for frame in container.decode(stream):
-                pieces += [each.to_ndarray()[0] for each in mixer.resample(frame)]
-            pieces += [each.to_ndarray()[0] for each in mixer.resample(None)]
-            stated = (
-                float(stream.duration * stream.time_base) if stream.duration and stream.time_base else None
-            )
+            if not _LEAST_HZ <= hz <= _MOST_HZ:
+                raise ConfigError(f"{name} has a rate of {hz} Hz", where="mingc audit", fix="resample it")
+            left = most = min(_MOST_SAMPLES, _MOST_S * hz)
+            packed = av.AudioResampler(format="flt")
+            for frame in itertools.chain(container.decode(stream), (None,)):
+                # The mean of all channels: FFmpeg makes a mono sound of two equal channels 3 dB louder.
+                pieces += [
+                    each.to_ndarray().reshape(-1, each.layout.nb_channels).mean(axis=1)
+                    for each in packed.resample(frame)
+                ]
+                left -= 0 if frame is None else frame.samples
+                if left < 0:
+                    raise ConfigError(
+                        f"{name} is longer than {most / hz / 60:.0f} minutes", where="mingc audit",
+                        fix="cut it",
+                    )  # fmt: skip
+            # Files without a header of the whole have a length that FFmpeg guesses from the first frames.
+            is_stated = stream.duration and stream.time_base and container.format.name not in ("aac", "mp3")
+            stated = float(stream.duration * stream.time_base) if is_stated else None
     except (av.error.FFmpegError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot be decoded: {error}", where="mingc audit", fix="give a complete sound file"
@@ -101,7 +117,7 @@ def _riff_length_s(data: bytes) -> float | None:
         if name == b"fmt ":
             rate = int.from_bytes(data[position + 16 : position + 20], "little")
         if name == b"data":
-            return size / rate if rate and 0 < size < 0x7FFFFFFF else None
+            return size / rate if rate and 0 < size < _OPEN_END else None
         position += 8 + size + size % 2
     return None
 
@@ -113,7 +129,7 @@ def read_group(path: Path) -> tuple[Sound, ...]:
     what is spoken.
     """
     if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES)
+        files = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file())
         names = [each.relative_to(path).as_posix() for each in files]
         utterances = [each.stem for each in files]
     else:
@@ -123,16 +139,16 @@ def read_group(path: Path) -> tuple[Sound, ...]:
             f"{path} has no sound file", where="mingc audit", fix=f"give one of {', '.join(SUFFIXES)}"
         )
     return tuple(
-        read_sound(_bytes(file), name, utterance=utterance, text=_text(file.with_suffix(".txt")))
+        read_sound(read_file(file), name, utterance=utterance, text=_text(file.with_suffix(".txt")))
         for file, name, utterance in zip(files, names, utterances, strict=True)
     )
 
 
 def _text(path: Path) -> str:
-    return _bytes(path).decode("utf-8", errors="replace").strip() if path.is_file() else ""
+    return read_file(path).decode("utf-8", errors="replace").strip() if path.is_file() else ""
 
 
-def _bytes(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -70,6 +70,7 @@ class StandIn:
         self.faults, self.answers, self.voices = faults, answers, voices
         self.spoken: dict[bytes, str] = {}
         self.num_spoken = 0
+        self.is_over = threading.Event()
 
     def speech(self, body: dict[str, Any]) -> bytes:
         """A file; the voice of the name of a fault has that fault."""
@@ -129,12 +130,14 @@ def stand_in(
 ) -> Iterator[str]:
     """Yields the URL of a server with these faults."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.own = StandIn(faults, answers or {}, voices)  # type: ignore[attr-defined]
+    server.own = own = StandIn(faults, answers or {}, voices)  # type: ignore[attr-defined]
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients that left
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), name="stand-in")
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        own.is_over.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -171,7 +174,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        if "failing" in self.own.faults:
+        faults = self.own.faults
+        if "hanging" in faults:
+            self.own.is_over.wait(10)
+        elif "endless" in faults:
+            self.send_response(200)
+            self.end_headers()
+            while not self.own.is_over.wait(0.02):
+                self.wfile.write(b"more ")
+        elif "dying" in faults:
+            self.close_connection = True
+        elif "garbage" in faults:
+            self._send(b"\xff\xfe<html>", "text/html")
+        elif "other shape" in faults:
+            self._json({"choices": [], "text": None} if "chat" in self.path else ["x"])
+        elif "failing" in faults:
             self._json({"error": {"message": "an engine failed"}}, 500)
         elif self.path == "/v1/audio/transcriptions":
             kind = f"content-type: {self.headers['content-type']}\n\n".encode()

@@ -22,6 +22,7 @@ from mingc.audit.measures import (
 )
 from mingc.audit.sounds import Sound, encode_mp3, read_sound
 from mingc.errors import ConfigError
+from mingc.media.dsp.audio_comparison import centroid_hz, peak
 
 Wave = NDArray[np.float32]
 HZ = 24_000
@@ -164,13 +165,38 @@ def encoded(wave: Wave, kind: str, hz: int = HZ, channels: int = 1) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["WAV", "FLAC", "OGG", "MP3"])
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "channels"),
+    [("WAV", 1), ("WAV", 2), ("WAV", 8), ("FLAC", 2), ("OGG", 1), ("MP3", 1), ("MP3", 2)],
+)
 def test_files_are_read_with_the_rate_and_length_of_their_headers(kind: str, channels: int) -> None:
     sound = read_sound(encoded(voice(200, 2), kind, channels=channels), "x")
-    assert sound.hz == HZ and sound.stated_s == pytest.approx(2, abs=0.1)
+    assert sound.hz == HZ and sound.stated_s == (None if kind == "MP3" else pytest.approx(2, abs=0.1))
+    assert peak(sound.samples) == pytest.approx(peak(voice(200, 2)), rel=0.1), "the mean of the channels"
     assert sound.duration_s == pytest.approx(2, abs=0.1)
     assert np.median(f0_hz(sound.samples, HZ)) == pytest.approx(200, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("hz", "seconds", "why"), [(1, 60, "a rate of 1 Hz"), (4_000, 61, "longer than 1 minutes")]
+)
+def test_no_speech_and_sounds_that_take_too_much_memory_are_refused(
+    hz: int, seconds: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mingc.audit.sounds._MOST_S", 60)
+    with pytest.raises(ConfigError, match=why):
+        read_sound(encoded(np.zeros(hz * seconds, np.float32), "WAV", hz), "x")
+
+
+def test_figures_of_a_long_sound_are_found_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    wave = speech()
+    whole = f0_hz(wave, HZ), mel_levels_db(wave, HZ), centroid_hz(wave, HZ)
+    monkeypatch.setattr("mingc.audit.measures._BLOCK", 7)
+    monkeypatch.setattr("mingc.media.dsp.audio_comparison._BLOCK", 7)
+    for one, other in zip(
+        whole, (f0_hz(wave, HZ), mel_levels_db(wave, HZ), centroid_hz(wave, HZ)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_a_header_may_be_wrong_or_leave_the_length_open() -> None:
@@ -179,6 +205,8 @@ def test_a_header_may_be_wrong_or_leave_the_length_open() -> None:
     assert cut.stated_s == pytest.approx(2.0) and cut.duration_s == pytest.approx(1.0, abs=0.01)
     place = data.index(b"data") + 4
     data[place : place + 4] = b"\xff\xff\xff\xff"
+    assert read_sound(bytes(data), "open").stated_s is None
+    data[place : place + 4] = (0x7FFFF000).to_bytes(4, "little")  # SoX, into a pipe
     assert read_sound(bytes(data), "open").stated_s is None
     with pytest.raises(ConfigError, match="cannot be decoded"):
         read_sound(b"no sound", "x")

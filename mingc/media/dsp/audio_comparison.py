@@ -8,7 +8,7 @@ the wrong order, a lost frequency band.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -52,6 +52,7 @@ LOW_PRECISION_LIMITS: Mapping[Figure, float] = MappingProxyType(
 
 WINDOW_S = 0.025
 NUM_MELS = 40
+_BLOCK = 4096  # windows, of about a minute
 RANGE_DB = 60.0  # below the loudest band of the recording; quieter values count as this quiet
 
 
@@ -146,34 +147,40 @@ def mel_distance_db(found: Wave, recorded: Wave, *, found_hz: int, recorded_hz: 
 
 def mel_power(wave: Wave, hz: int) -> NDArray[np.float64]:
     """(T, NUM_MELS) power in mel bands of overlapping windows."""
-    power = power_spectra(wave, hz)
-    size = 2 * (power.shape[1] - 1)
-    bands: NDArray[np.float64] = power @ slaney_filters(NUM_MELS, size, hz).T.astype(np.float64)
-    return bands
+    filters = slaney_filters(NUM_MELS, _window(hz), hz).T.astype(np.float64)
+    return np.concatenate([power @ filters for power in power_spectra(wave, hz)])
 
 
-def power_spectra(wave: Wave, hz: int) -> NDArray[np.float64]:
-    """(T, F) power spectra of windows that overlap by half; the wave is padded with silence to whole windows."""
-    size = max(4, 2 * round(WINDOW_S * hz / 2))
+def _window(hz: int) -> int:
+    return max(4, 2 * round(WINDOW_S * hz / 2))
+
+
+def power_spectra(wave: Wave, hz: int) -> Iterator[NDArray[np.float64]]:
+    """Power spectra (T, F) of windows that overlap by half; the wave is padded with silence to whole windows.
+
+    In blocks of at most `_BLOCK` windows: the spectra of an hour would take gigabytes.
+    """
+    size = _window(hz)
     hop = size // 2
     count = max(1, -(-(len(wave) - hop) // hop))
-    padded = np.pad(np.asarray(wave, np.float64), (0, max(0, (count + 1) * hop - len(wave))))
+    padded = np.pad(wave, (0, max(0, (count + 1) * hop - len(wave))))
     frames = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop][:count]
-    power: NDArray[np.float64] = np.abs(np.fft.rfft(frames * np.hanning(size), axis=1)) ** 2
-    return power
+    for first in range(0, count, _BLOCK):
+        block = frames[first : first + _BLOCK].astype(np.float64)
+        yield np.abs(np.fft.rfft(block * np.hanning(size), axis=1)) ** 2
 
 
 def centroid_hz(wave: Wave, hz: int) -> float:
     """Mean frequency in Hz, weighted by power; 0 for silence."""
     if not len(wave):
         return 0.0
-    power = power_spectra(wave, hz).sum(0)
+    power = np.sum([each.sum(0) for each in power_spectra(wave, hz)], axis=0)
     total = float(power.sum())
     return float(power @ np.linspace(0.0, hz / 2, len(power))) / total if total else 0.0
 
 
 def rms(wave: Wave) -> float:
-    return float(np.sqrt(np.mean(wave**2))) if len(wave) else 0.0
+    return float(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) if len(wave) else 0.0
 
 
 def peak(wave: Wave) -> float:

@@ -61,11 +61,11 @@ def resampled_length(num_samples: int, source_hz: int, target_hz: int) -> int:
 def resample(wave: NDArray[np.float32], source_hz: int, target_hz: int) -> NDArray[np.float32]:
     """Resample `wave` (n,) float32 from `source_hz` to (ceil(n·target/source),) float32 at `target_hz`.
 
-    The wave is zero beyond both ends. Equal rates return `wave` itself.
+    The wave is zero beyond both ends. Equal rates return `wave` itself, and so does an empty one.
     """
     if source_hz <= 0 or target_hz <= 0:
         raise ValueError(f"sample rates must be positive: {source_hz} Hz to {target_hz} Hz")
-    if source_hz == target_hz:
+    if source_hz == target_hz or not len(wave):
         return wave
     filter_ = _filter(source_hz, target_hz)
     num_taps = filter_.taps.shape[1]
