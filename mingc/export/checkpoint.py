@@ -117,11 +117,11 @@ class Part:
     def sizes(self, key: str) -> tuple[int, ...]:
         """The config value at `key`, a list of one or more whole numbers above 0. Raises: CheckpointError."""
         found, where = self.require(key), str(self.config_file)
-        if not isinstance(found, list) or not found:
+        if not isinstance(found, list) or not found or not all(map(_is_size, found)):
             raise CheckpointError(
                 f"{key} is {found!r}, expected a list of whole numbers above 0", where=where, fix=FIX
             )
-        return tuple(check_size(each, key, where) for each in found)
+        return tuple(found)
 
     def number(self, key: str, *, is_signed: bool = False) -> float:
         """The config value at `key`, a finite number, above 0 unless `is_signed`. Raises: CheckpointError."""
@@ -149,9 +149,14 @@ class Part:
 
 def check_size(value: Any, key: str, where: str) -> int:
     """`value`. Raises: CheckpointError unless it is a whole number above 0."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_size(value):
         raise CheckpointError(f"{key} is {value!r}, expected a whole number above 0", where=where, fix=FIX)
-    return value
+    size: int = value
+    return size
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def check_number(value: Any, key: str, where: str, *, is_signed: bool = False) -> float:
