@@ -307,7 +307,12 @@ def test_a_client_that_leaves_during_its_prompt_ends_that(
     prompts: list[int] = []
     thinker = service.thinker
     assert thinker is not None
-    monkeypatch.setattr(thinker, "submit_queries", lambda *_, **__: prompts.append(7) or 7)  # never answers
+
+    def submit(*_: object, **__: object) -> int:  # never answered
+        prompts.append(7)
+        return 7
+
+    monkeypatch.setattr(thinker, "submit_queries", submit)
     monkeypatch.setattr(thinker, "cancel", prompts.remove)
 
     async def work() -> None:
