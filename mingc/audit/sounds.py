@@ -60,6 +60,7 @@ def read_sound(
     Raises: ConfigError when there is no sound in it.
     """
     pieces: list[Wave] = []
+    stated: float | None = None
     try:
         with av.open(io.BytesIO(data), "r") as container:
             if not container.streams.audio:
@@ -85,8 +86,9 @@ def read_sound(
                         fix="cut it",
                     )  # fmt: skip
             # Files without a header of the whole have a length that FFmpeg guesses from the first frames.
-            is_stated = stream.duration and stream.time_base and container.format.name not in ("aac", "mp3")
-            stated = float(stream.duration * stream.time_base) if is_stated else None
+            is_guessed = container.format.name in ("aac", "mp3")
+            if stream.duration and stream.time_base and not is_guessed:
+                stated = float(stream.duration * stream.time_base)
     except (av.error.FFmpegError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot be decoded: {error}", where="mingc audit", fix="give a complete sound file"

@@ -58,8 +58,13 @@ def command(
     if b is None and not is_self:
         raise ConfigError("there is no B", where="mingc audit", fix="name a second group, or pass --self")
 
-    from mingc.audit.audit import Wishes, audit
-    from mingc.audit.page import write_page
+    try:
+        from mingc.audit.audit import Wishes, audit
+        from mingc.audit.page import write_page
+    except ImportError as error:
+        raise ConfigError(
+            f"mingc audit needs {error.name}", where="mingc audit", fix="pip install 'mingc[serve]'"
+        ) from error
     from mingc.console.report import show
     from mingc.console.report_page import check_output_path
 
