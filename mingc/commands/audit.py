@@ -59,8 +59,9 @@ def command(
         raise ConfigError("there is no B", where="mingc audit", fix="name a second group, or pass --self")
 
     try:
-        from mingc.audit.audit import Wishes, audit
+        from mingc.audit.audit import audit
         from mingc.audit.page import write_page
+        from mingc.audit.server import transcriber as transcriber_of
     except ImportError as error:
         raise ConfigError(
             f"mingc audit needs {error.name}", where="mingc audit", fix="pip install 'mingc[serve]'"
@@ -71,15 +72,17 @@ def command(
     if html is not None:
         check_output_path(html, "--html")
     words = click.get_current_context().find_root().obj or []
-    wishes = Wishes(
+    report, groups = audit(
+        a,
+        b,
         is_self=is_self,
-        transcriber=transcriber,
+        transcribe=None if transcriber is None else transcriber_of(transcriber),
         repeats=repeats,
         embed=None if artifact is None else _speaker_network(artifact),
         media=media,
         command=shlex.join(["mingc", *words]),
+        log=step_logger("audit"),
     )
-    report, groups = audit(a, b, wishes, step_logger("audit"))
     show(report, as_json=as_json)
     if html is not None:
         write_page(report, groups, html)
