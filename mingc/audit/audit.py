@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mingc.audit.comparison import judge
 from mingc.audit.measures import Embed, Measured
 from mingc.audit.report import AuditReport, SoundRow
 from mingc.audit.self_audit import Collected, Speaking, collect, heard, judge_servers
-from mingc.audit.server import Transcribe, is_url, served, transcriber
+from mingc.audit.server import Transcribe, is_url, served
 from mingc.audit.sounds import Sound, read_group
 from mingc.errors import ConfigError
 
@@ -18,26 +18,25 @@ Log = Callable[[str], None]
 Groups = Mapping[str, Sequence[Measured]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
-    """Options of the command; None: its default."""
-
-    is_self: bool
-    transcriber: str | None
-    repeats: int
-    embed: Embed | None
-    media: Path | None
-    command: str
-
-
-def audit(a: str, b: str | None, wishes: Wishes, log: Log) -> tuple[AuditReport, Groups]:
+def audit(
+    a: str,
+    b: str | None,
+    *,
+    is_self: bool,
+    transcribe: Transcribe | None,
+    repeats: int,
+    embed: Embed | None,
+    media: Path | None,
+    command: str,
+    log: Log,
+) -> tuple[AuditReport, Groups]:
     """Compare `a` and `b`, or ask `a` (beside `b`) what is known. Returns the report and all sounds by group.
 
     Two servers are asked one after the other, so that two artifacts may use the same GPU.
     """
     targets = {"A": a} | ({} if b is None else {"B": b})
     kinds = {is_server(each) for each in targets.values()}
-    if wishes.is_self and kinds != {True}:
+    if is_self and kinds != {True}:
         raise ConfigError(
             "only servers and artifacts can be asked", where="--self", fix="name the URL of a server"
         )
@@ -45,15 +44,24 @@ def audit(a: str, b: str | None, wishes: Wishes, log: Log) -> tuple[AuditReport,
         raise ConfigError(
             "one is a server, the other is not", where="mingc audit", fix="compare two servers, or sounds with sounds"
         )  # fmt: skip
-    hear = None if wishes.transcriber is None else transcriber(wishes.transcriber)
-    servers = []
+    servers: list[Collected] = []
     if kinds == {True}:
-        servers = [_asked(label, each, wishes, hear, log) for label, each in targets.items()]
+        for label, target in targets.items():
+            with served(target) as server:
+                servers.append(Collected(name=label, sample_rate=server.sample_rate))
+                heard_by = transcribe or server.transcribe
+                speaking = Speaking(
+                    server=server, found=servers[-1], transcribe=heard_by, embed=embed, log=log
+                )
+                if is_self:
+                    collect(speaking, repeats=repeats, media=media)
+                else:
+                    speaking.sentences([None], repeats)
         groups = {each.name: each.sounds for each in servers}
     else:
-        groups = _files(targets, hear, wishes.embed, log)
+        groups = _files(targets, transcribe, embed, log)
     named = tuple(f"{label}: {each}" for label, each in targets.items())
-    if wishes.is_self:
+    if is_self:
         judged = judge_servers(servers)
     else:
         problems = [problem for each in servers for problem in each.problems]
@@ -84,7 +92,7 @@ def audit(a: str, b: str | None, wishes: Wishes, log: Log) -> tuple[AuditReport,
             for label, group in groups.items()
             for each in group
         ),
-        command=wishes.command,
+        command=command,
     )
     return report, groups
 
@@ -93,19 +101,6 @@ def is_server(target: str) -> bool:
     """Whether it is a URL, or an artifact, which is served: its folder, or one file."""
     path = Path(target)
     return is_url(target) or (path / "manifest.json").is_file() or path.suffix == ".mingc"
-
-
-def _asked(label: str, target: str, wishes: Wishes, hear: Transcribe | None, log: Log) -> Collected:
-    with served(target) as server:
-        found = Collected(name=label, sample_rate=server.sample_rate)
-        speaking = Speaking(
-            server=server, found=found, transcribe=hear or server.transcribe, embed=wishes.embed, log=log
-        )
-        if wishes.is_self:
-            collect(speaking, repeats=wishes.repeats, media=wishes.media)
-        else:
-            speaking.sentences([None], wishes.repeats)
-    return found
 
 
 def _files(

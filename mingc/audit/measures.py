@@ -190,7 +190,7 @@ def _yin(framed: Floats, shortest: int, longest: int) -> Iterator[float]:
     size = framed.shape[1]
     # Difference function of a window against itself later: energies less twice the correlation.
     window = size - longest
-    fft = 1 << (2 * size - 1).bit_length()
+    fft = 1 << (size - 1).bit_length()  # lags below 0 come after those wanted
     spectrum = np.fft.rfft(framed, fft) * np.conj(np.fft.rfft(framed[:, :window], fft))
     correlation = np.fft.irfft(spectrum, fft)[:, : longest + 1]
     squares = np.cumsum(np.pad(framed**2, ((0, 0), (1, 0))), axis=1)

@@ -13,6 +13,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from mingc.bench.sound import read_header
 from mingc.errors import ConfigError
 
 Wave = NDArray[np.float32]
@@ -20,7 +21,6 @@ Wave = NDArray[np.float32]
 SUFFIXES = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac", ".webm")
 _LEAST_HZ, _MOST_HZ = 4_000, 768_000
 _MOST_S, _MOST_SAMPLES = 1800, 100_000_000  # of one file; measuring takes several times their memory
-_OPEN_END = 0x7FFF0000  # a longer `data` chunk has no known end: FFmpeg and SoX write such sizes into streams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,6 +60,7 @@ def read_sound(
     Raises: ConfigError when there is no sound in it.
     """
     pieces: list[Wave] = []
+    stated: float | None = None
     try:
         with av.open(io.BytesIO(data), "r") as container:
             if not container.streams.audio:
@@ -85,9 +86,14 @@ def read_sound(
                         fix="cut it",
                     )  # fmt: skip
             # Files without a header of the whole have a length that FFmpeg guesses from the first frames.
-            is_stated = stream.duration and stream.time_base and container.format.name not in ("aac", "mp3")
-            stated = float(stream.duration * stream.time_base) if is_stated else None
-    except (av.error.FFmpegError, ValueError) as error:
+            is_guessed = container.format.name in ("aac", "mp3")
+            if stream.duration and stream.time_base and not is_guessed:
+                stated = float(stream.duration * stream.time_base)
+        # FFmpeg shortens the length of a WAV file to what the file has: one that was cut would look whole.
+        if data[:4] == b"RIFF" and (header := read_header(data)) is not None:
+            rate, frame_bytes, size, _ = header
+            stated = None if size is None else size / (rate * frame_bytes)
+    except (av.error.FFmpegError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(
             f"{name} cannot be decoded: {error}", where="mingc audit", fix="give a complete sound file"
         ) from error
@@ -96,30 +102,11 @@ def read_sound(
         utterance=utterance or name,
         samples=np.concatenate(pieces) if pieces else np.zeros(0, np.float32),
         hz=hz,
-        stated_s=_riff_length_s(data) if data[:4] == b"RIFF" else stated,
+        stated_s=stated,
         counted_s=counted_s,
         text=text,
         data=data,
     )
-
-
-def _riff_length_s(data: bytes) -> float | None:
-    """Length by the header of a WAV file; None if its writer left the length open, as those of streams do.
-
-    FFmpeg shortens it to what the file has, so a file that was cut would look whole.
-    """
-    position, rate = 12, 0
-    while position + 8 <= len(data):
-        name, size = (
-            data[position : position + 4],
-            int.from_bytes(data[position + 4 : position + 8], "little"),
-        )
-        if name == b"fmt ":
-            rate = int.from_bytes(data[position + 16 : position + 20], "little")
-        if name == b"data":
-            return size / rate if rate and 0 < size < _OPEN_END else None
-        position += 8 + size + size % 2
-    return None
 
 
 def read_group(path: Path) -> tuple[Sound, ...]:

@@ -46,7 +46,7 @@ class Sound:
             self._held = data
             return
         if data[:4] == b"RIFF":
-            header = _read_header(data)
+            header = read_header(data)
             if header is None:
                 self._held = data
                 return
@@ -72,7 +72,7 @@ class Sound:
         return self._hash.hexdigest()[:32] if self.times else ""
 
 
-def _read_header(data: bytes) -> tuple[int, int, int | None, int] | None:
+def read_header(data: bytes) -> tuple[int, int, int | None, int] | None:
     """Rate, bytes of a frame, bytes of the samples (None: not known) and their offset; None: `data` ends before."""
     at, rate, frame_bytes = 12, 0, 2
     while at + 8 <= len(data):

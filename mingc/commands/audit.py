@@ -58,23 +58,31 @@ def command(
     if b is None and not is_self:
         raise ConfigError("there is no B", where="mingc audit", fix="name a second group, or pass --self")
 
-    from mingc.audit.audit import Wishes, audit
-    from mingc.audit.page import write_page
+    try:
+        from mingc.audit.audit import audit
+        from mingc.audit.page import write_page
+        from mingc.audit.server import transcriber as transcriber_of
+    except ImportError as error:
+        raise ConfigError(
+            f"mingc audit needs {error.name}", where="mingc audit", fix="pip install 'mingc[serve]'"
+        ) from error
     from mingc.console.report import show
     from mingc.console.report_page import check_output_path
 
     if html is not None:
         check_output_path(html, "--html")
     words = click.get_current_context().find_root().obj or []
-    wishes = Wishes(
+    report, groups = audit(
+        a,
+        b,
         is_self=is_self,
-        transcriber=transcriber,
+        transcribe=None if transcriber is None else transcriber_of(transcriber),
         repeats=repeats,
         embed=None if artifact is None else _speaker_network(artifact),
         media=media,
         command=shlex.join(["mingc", *words]),
+        log=step_logger("audit"),
     )
-    report, groups = audit(a, b, wishes, step_logger("audit"))
     show(report, as_json=as_json)
     if html is not None:
         write_page(report, groups, html)

@@ -365,7 +365,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.runtime.service",
     ),
     # A client: it knows a server by its address alone.
-    "mingc.audit": ("mingc.console", "mingc.errors", "mingc.media.dsp", "mingc.text"),
+    "mingc.audit": ("mingc.bench", "mingc.console", "mingc.errors", "mingc.media.dsp", "mingc.text"),
     "mingc.bundles": ("mingc", "mingc.artifacts", "mingc.artifacts.target", "mingc.errors"),
     "mingc.deploy": (
         "mingc.artifacts",

@@ -205,6 +205,12 @@ def test_what_cannot_be_compared_is_refused(words: tuple[str, ...], message: str
     assert done.code == 2 and message in done.stderr
 
 
+def test_a_missing_library_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mingc.audit.audit", None)
+    done = mingc_here("audit", "a.wav", "b.wav")
+    assert done.code == 2 and "pip install 'mingc[serve]'" in done.stderr
+
+
 def test_the_page_has_everything_in_it(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     audit(write(tmp_path / "a"), write(tmp_path / "b", low_passed, seeds=(4, 5)), "--html", page, code=3)

@@ -123,6 +123,7 @@ def test_the_alignment_is_the_best_of_all() -> None:
 def test_clipping_counts_runs_at_full_scale() -> None:
     assert clipped_share(sine(200, 1, dbfs=-0.001)) < 0.03
     assert clipped_share(sine(200, 1, dbfs=-1)) == 0.0
+    assert clipped_share(np.array([0, 1, 1, 0, -1, -1, -1, 0, 1, 0], np.float32)) == 0.3, "two are a peak"
     # A sine of twice full scale is clipped where |sin| > 1/2: two thirds of the time.
     assert clipped_share(np.clip(sine(200, 1, dbfs=6.0206), -1, 1)) == pytest.approx(2 / 3, abs=0.02)
 
