@@ -117,7 +117,7 @@ def _aspect(fields: _Fields) -> float | None:
 
 def _seed(fields: _Fields) -> int | None:
     """As in the official code, a negative seed requests a random one."""
-    seed = fields.get("seed")
+    seed: int | None = fields.get("seed")
     if seed is None or seed < 0:
         return None
     if seed > MAX_SEED:
