@@ -13,7 +13,7 @@ import cloup
 
 from mingc.console.command import PATH, TEXT, Command, common, option
 from mingc.console.progress import step_logger
-from mingc.errors import ConfigError
+from mingc.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,13 @@ def command(
         negative_prompt=negative_prompt,
         reference=part,
     )
-    check_request(request)
+    try:
+        check_request(request)
+    except RequestError as error:
+        option_name = f"--{(error.param or '').replace('_', '-')}"
+        raise ConfigError(
+            error.message, where=option_name, fix=error.fix or "see mingc draw --help"
+        ) from error
     log = step_logger("draw")
     picture = asyncio.run(_draw(artifact, request, log))
     data = encode_picture(
