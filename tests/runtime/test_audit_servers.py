@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 from server_thread import fake_server, run_server
 
 from mingc.audit.audit import is_server
-from mingc.audit.questions import COOKBOOK, SENTENCES, digest_of, media_part
+from mingc.audit.questions import COOKBOOK, LONG, SENTENCES, digest_of, media_part
 from mingc.audit.server import served
 from mingc.prompts.conversation import MediaPart
 from mingc.runtime.request import ServiceInfo
@@ -39,7 +39,10 @@ def audit(*words: object, code: int) -> Any:
 
 @pytest.fixture
 def two_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sentences in each language: speaking and measuring are most of the time of a test."""
+    """Two sentences in each language and shorter long texts: speaking and measuring are most of a test's time."""
+    monkeypatch.setattr(
+        "mingc.audit.self_audit.LONG", {kind: each[: len(each) // 2] for kind, each in LONG.items()}
+    )
     monkeypatch.setattr(
         "mingc.audit.self_audit.SENTENCES", {kind: each[:2] for kind, each in SENTENCES.items()}
     )
@@ -142,6 +145,10 @@ def test_a_server_that_speaks_in_chats_only_is_asked_to_read_aloud() -> None:
     with stand_in("peer", answers=GOOD) as url:
         report = audit("--self", url, code=0)
     assert "speech default/zh" in {each["name"] for each in report["checks"]}
+    with stand_in("peer", "header", answers=GOOD) as url:
+        report = audit("--self", url, code=3)
+    (found,) = (each["found"] for each in report["checks"] if each["name"] == "speech default/zh")
+    assert re.search(r"header: 2 of 2, .*the server counted .* s: they were made at 44100 Hz", found)
 
 
 def test_our_server_is_asked_through_its_own_interface() -> None:
@@ -195,7 +202,8 @@ def test_speakers_are_compared_with_the_network_of_an_artifact(tmp_path: Path, e
 def test_a_server_that_answers_wrongly_or_never_is_bad(
     fault: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.audit.server._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("mingc.audit.server._TIMEOUT_S", 2.0)
+    monkeypatch.setattr("mingc.audit.server._LATER_TIMEOUT_S", 0.05)
     with stand_in(fault, answers=GOOD) as url:
         report = audit("--self", url, code=3)
     bad = [each["found"] for each in report["checks"] if each["outcome"] == "bad"]

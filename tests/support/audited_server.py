@@ -199,15 +199,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.own.speech(json.loads(body)), "audio/wav")
         elif self.path == "/v1/chat/completions":
             wish = json.loads(body)
-            content = wish["messages"][0]["content"]
+            content, usage = wish["messages"][0]["content"], dict[str, float]()
             if "audio" in wish.get(
                 "modalities", ()
             ):  # sglang-omni speaks in chats only, with a header of 24,000 Hz
                 text = content.partition(": ")[2] or content.partition("：")[2]
                 data = self.own.speech({"input": text})
+                usage["audio_seconds"] = (len(data) - 44) / 2 / HZ
                 message = {"content": text, "audio": {"data": base64.b64encode(data).decode()}}
             else:
                 message = {"content": self.own.chat(content)}
-            self._json({"choices": [{"message": message}], "usage": {}})
+            self._json({"choices": [{"message": message}], "usage": usage})
         else:
             self._json({"error": "no such route"}, 404)

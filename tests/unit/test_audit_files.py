@@ -113,6 +113,27 @@ def test_repetitions_with_other_noise_are_equivalent(tmp_path: Path) -> None:
     assert {each["group"] for each in report["sounds"]} == {"A", "B"} and len(report["sounds"]) == 8
 
 
+def test_the_yardstick_is_that_of_either_group_and_at_least_what_is_heard(tmp_path: Path) -> None:
+    one, again = write(tmp_path / "one", seeds=(1,)), write(tmp_path / "again", seeds=(4, 5))
+    for report in (audit(one, again, code=0), audit(again, one, code=0)):
+        assert all(row["within"] > 0 for row in report["figures"])
+    shutil.copytree(one / "run1", one / "run2")
+    quieter = write(tmp_path / "quieter", lambda wave: 0.97 * wave, seeds=(1,))
+    report = audit(one, quieter, code=0)
+    assert all(row["within"] == 0 for row in report["figures"]) and report["figures"][2]["across"] > 0.2
+
+
+def test_a_fault_of_a_larger_share_of_either_group_is_a_reason(tmp_path: Path) -> None:
+    good, clipped = write(tmp_path / "good", seeds=(1, 2)), write(tmp_path / "bad", FAULTS["clipped"][0])
+    shutil.copytree(good / "run1", clipped / "good1")
+    shutil.copytree(good / "run2", clipped / "good2")
+    less = write(tmp_path / "less", FAULTS["clipped"][0])
+    reasons = audit(less, clipped, code=3)["reasons"]
+    assert any(
+        each.startswith("clipping: 4 of 4 sounds of A, 4 of 8 of B; A run1/one.wav") for each in reasons
+    )
+
+
 def test_the_same_file_has_distance_zero_and_no_yardstick(tmp_path: Path) -> None:
     file = write(tmp_path / "a") / "run1" / "one.wav"
     other = tmp_path / "other.wav"

@@ -120,6 +120,13 @@ def test_the_alignment_is_the_best_of_all() -> None:
     assert aligned_distance_db(one, other) == pytest.approx(math.sqrt(total / steps), rel=1e-12)
 
 
+def test_long_sounds_are_compared_in_means_of_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mingc.audit.measures._MOST_FRAMES", 4)
+    one, other = np.full((10, 40), -20.0), np.full((13, 40), -20.0)
+    assert aligned_distance_db(one, other) == 0.0
+    assert aligned_distance_db(one, other - 3) == pytest.approx(3)
+
+
 def test_clipping_counts_runs_at_full_scale() -> None:
     assert clipped_share(sine(200, 1, dbfs=-0.001)) < 0.03
     assert clipped_share(sine(200, 1, dbfs=-1)) == 0.0
