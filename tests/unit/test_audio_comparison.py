@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from mingc.media.dsp.audio_comparison import LIMITS, compare_audio, mel_distance_db
+from mingc.media.dsp.audio_comparison import LIMITS, compare_audio, mel_distance_db, power_spectra
 from mingc.media.dsp.resample import resample
 from mingc.verify.comparison_log import ComparisonLog
 
@@ -270,3 +270,15 @@ def test_values_that_are_no_numbers_are_infinitely_far() -> None:
     wave = np.ones(1000)
     for one, other in ((wave * np.nan, wave), (wave, wave * np.inf)):
         assert mel_distance_db(one, other, found_hz=16000, recorded_hz=16000) == math.inf
+
+
+def test_the_recording_decides_what_is_quiet() -> None:
+    """Sounds that are 60 dB louder differ by 60 dB in every band, also in those 60 dB below the loud one."""
+    noise = np.random.default_rng(2).standard_normal(HZ).astype(np.float32)
+    assert mel_distance_db(1000 * noise, noise, found_hz=HZ, recorded_hz=HZ) == pytest.approx(60, abs=0.1)
+
+
+def test_a_tone_has_no_power_far_from_it() -> None:
+    """Side lobes of the window would be bands of their own."""
+    (power,) = power_spectra(np.sin(2 * math.pi * 1010 * np.arange(HZ) / HZ), HZ)
+    assert power[5, 300:].max() < 1e-10 * power[5].max()

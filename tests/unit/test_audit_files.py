@@ -18,6 +18,9 @@ from audited_server import HZ, tones, wav
 from mingc_command import CHECKPOINT, mingc_here
 from numpy.typing import NDArray
 
+from mingc.audit.comparison import judge
+from mingc.audit.measures import Measured
+from mingc.audit.sounds import Sound
 from mingc.media.dsp.resample import resample
 
 Wave = NDArray[np.float32]
@@ -173,6 +176,18 @@ def test_words_that_are_heard_make_other_sounds_intelligible(tmp_path: Path, lis
     unheard = write(tmp_path / "c", lambda wave: 0.95 * wave / np.abs(wave).max(), seeds=(4, 5))
     report = audit(good, unheard, "--transcriber", listener, code=3)
     assert any("heard as 'nothing like it'" in each for each in report["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("rate", "verdict"), [(0.04, "intelligible"), (0.08, "different"), (0.2, "different")]
+)
+def test_other_sounds_are_intelligible_if_both_say_the_words_as_well(rate: float, verdict: str) -> None:
+    wave = tones(TEXTS["one"])
+    good, dull = (
+        Measured(sound=Sound(name="x", utterance="x", samples=samples, hz=HZ), transcript="", error_rate=each)
+        for samples, each in ((wave, 0.0), (low_passed(wave), rate))
+    )
+    assert judge([good], [dull]).verdict == judge([dull], [good]).verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
+from mingc.audit.comparison import faults
 from mingc.audit.measures import (
     Embed,
     Measured,
@@ -159,6 +160,13 @@ def test_a_long_sound_that_changes_drifts() -> None:
     assert drift_of(voice(150, 5)) == {}, "too short"
 
 
+@pytest.mark.parametrize("parts", [(1.0, 4.0), (4.0, 1.0)])
+def test_speech_that_gets_louder_or_quieter_is_a_fault(parts: tuple[float, float]) -> None:
+    wave = np.concatenate([gain * 0.3 * voice(150, 10) for gain in parts]).astype(np.float32)
+    found = faults(Measured(sound=Sound(name="", utterance="", samples=wave, hz=HZ)))
+    assert "drift_loudness_lu" in found["drift"]
+
+
 def test_the_speaker_network_sees_drift() -> None:
     def embed(samples: Wave, hz: int) -> NDArray[np.float32]:
         return np.array([1.0, 0.0] if np.median(f0_hz(samples, hz)) < 200 else [0.0, 1.0], np.float32)
@@ -205,6 +213,16 @@ def test_figures_of_a_long_sound_are_found_in_blocks(monkeypatch: pytest.MonkeyP
         whole, (f0_hz(wave, HZ), mel_levels_db(wave, HZ), centroid_hz(wave, HZ)), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_channels_are_averaged() -> None:
+    file = io.BytesIO()
+    soundfile.write(
+        file, np.stack([0 * voice(200, 1), voice(200, 1), voice(200, 1)], axis=1), HZ, format="WAV"
+    )
+    assert peak(read_sound(file.getvalue(), "x").samples) == pytest.approx(
+        2 / 3 * peak(voice(200, 1)), rel=1e-3
+    )
 
 
 def test_a_header_may_be_wrong_or_leave_the_length_open() -> None:
