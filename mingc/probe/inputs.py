@@ -111,7 +111,7 @@ class ProbeCase:
                     where=f"{self.stage}.{self.spec.name}",
                     fix="choose other engines with --engine",
                 )
-            tensors[tensor.name] = value.to(device, dtype)
+            tensors[tensor.name] = value.to(device, dtype).contiguous()
         return tensors
 
 

@@ -38,7 +38,7 @@ class _NamedBackend(Backend):
 
 def _opened() -> OpenGraph:
     """A graph that nothing traces."""
-    plan: Any = SimpleNamespace(spec=None)
+    plan: Any = SimpleNamespace(spec=None, typical_dims={})
     nothing: Any = None
     return OpenGraph(nothing, None, stage_options(RECIPE), plan, torch.nn.Linear(1, 1))
 

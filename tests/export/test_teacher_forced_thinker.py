@@ -21,6 +21,7 @@ from conformance.thinker.prompt_replay import replay_prompts
 from conformance.thinker.reference_routing import ReferenceRoutedThinker, RoutingResult
 from mingc.artifacts.manifest import QuantizationError
 from mingc.artifacts.parameters import ThinkerParameters
+from mingc.artifacts.stage_graph import StageGraph
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.layers.decoder import Decoder
 from mingc.export.stage import Shard, StageOptions
@@ -269,6 +270,7 @@ class EagerEngines(Engines):
         manifest = SimpleNamespace(
             parameters_of=lambda stage, kind: parameters,
             fingerprint=SimpleNamespace(world_size=1),
+            graph=StageGraph(),
             stages={"thinker": SimpleNamespace(quantization_error=quantization_error)},
         )
         self.artifact = SimpleNamespace(manifest=manifest)

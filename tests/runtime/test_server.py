@@ -390,7 +390,7 @@ BAD_REQUESTS: dict[str, tuple[Post, int, str | None]] = {
     "unknown voice in a stream": (lambda c: c.chat(stream=True, modalities=["text", "audio"], audio={"voice": "x"}),
                                   404, "audio.voice"),
     "ogg": (lambda c: c.speak(response_format="ogg"), 400, "response_format"),
-    "image output": (lambda c: c.chat(modalities=["image"]), 400, "modalities[0]"),
+    "video output": (lambda c: c.chat(modalities=["video"]), 400, "modalities[0]"),
     "unknown field": (lambda c: c.chat(temprature=1), 400, "temprature"),
     "a key that is half a character": (
         lambda c: c.http.post(CHAT, content=b'{"messages": [{"role": "user", "content": "x"}], "a\\ud800": 1}',

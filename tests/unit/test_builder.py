@@ -47,17 +47,17 @@ from mingc.runtime.talker.loop import TalkerLoop
 
 def test_clients_see_the_artifacts_name_or_the_one_asked_for(manifest: Manifest) -> None:
     assert (
-        _info(manifest, EngineOptions(), None, None, None, None, media=InProcessDecoder()).model
+        _info(manifest, EngineOptions(), None, None, None, None, media=InProcessDecoder(), draws=False).model
         == manifest.model
     )
     options = EngineOptions(served_model_names=("house/voice-1",))
-    renamed = _info(manifest, options, None, None, None, None, media=InProcessDecoder())
+    renamed = _info(manifest, options, None, None, None, None, media=InProcessDecoder(), draws=False)
     assert (renamed.model, renamed.names) == ("house/voice-1", ("house/voice-1",))
 
 
 def test_several_names_are_kept_and_the_first_stands_in_responses(manifest: Manifest) -> None:
     options = EngineOptions(served_model_names=("one", "two", "one", "three"))
-    info = _info(manifest, options, None, None, None, None, media=InProcessDecoder())
+    info = _info(manifest, options, None, None, None, None, media=InProcessDecoder(), draws=False)
     assert (info.model, info.names) == ("one", ("one", "two", "three"))
 
 
@@ -235,12 +235,12 @@ def test_a_service_takes_what_the_ports_of_its_decoder_take(
     made = replace(manifest, graph=graph, parameters=CHAT)
     stages = find_chat_stages(made)
     assert stages is not None
-    info = _info(made, EngineOptions(), stages, None, None, None, media=InProcessDecoder())
+    info = _info(made, EngineOptions(), stages, None, None, None, media=InProcessDecoder(), draws=False)
     assert (info.has_image, info.has_video, info.has_audio_input) == has
     assert info.has_text and not info.has_speech and info.voices == ()
     assert stages.vision == ("eye" if has[0] or has[1] else None)
     assert stages.audio == ("ear" if has[2] else None)
-    deaf = _info(made, EngineOptions(), stages, None, None, None, media=None)
+    deaf = _info(made, EngineOptions(), stages, None, None, None, media=None, draws=False)
     assert deaf.has_text and not (deaf.has_image or deaf.has_video or deaf.has_audio_input)
 
 
@@ -518,7 +518,7 @@ def two_ranks(artifact_path: Path, manifest: Manifest, monkeypatch: pytest.Monke
     monkeypatch.setattr(builder, "find_chat_stages", lambda _: chat)
     monkeypatch.setattr(builder, "find_speech_stages", lambda _: speech)
     monkeypatch.setattr(builder, "check_loadable", lambda *_: None)
-    monkeypatch.setattr(builder, "build_chat", lambda *_: (None, None))
+    monkeypatch.setattr(builder, "build_chat", lambda *_, **__: (None, None))
     monkeypatch.setattr(builder, "build_speech", lambda *_: SimpleNamespace())
     monkeypatch.setattr(builder, "OmniService", lambda info, **parts: SimpleNamespace(**parts))
     return artifact_path
@@ -539,7 +539,7 @@ def test_processes_end_when_a_later_part_fails_and_not_otherwise(
 ) -> None:
     ended: list[str] = []
 
-    def build_chat(context: BuildContext, *_: object) -> tuple[None, None]:
+    def build_chat(context: BuildContext, *_: object, **__: object) -> tuple[None, None]:
         context.processes.callback(ended.append, "ranks")
         return None, None
 
@@ -560,7 +560,7 @@ def test_speech_is_loaded_before_the_thinker(two_ranks: Path, monkeypatch: pytes
     order: list[str] = []
     monkeypatch.setattr(builder, "build_speech", lambda *_: order.append("speech"))
 
-    def build_chat(*_: object) -> None:
+    def build_chat(*_: object, **__: object) -> None:
         order.append("chat")
         raise ArtifactError("far enough")
 
@@ -576,7 +576,7 @@ def test_a_rank_that_is_lost_fails_the_service_whenever_it_happens(
 ) -> None:
     lost, failures, reports = RankError("rank 1 ended"), [], []
 
-    def build_chat(context: BuildContext, *_: object) -> tuple[None, None]:
+    def build_chat(context: BuildContext, *_: object, **__: object) -> tuple[None, None]:
         reports.append(context.on_failure)
         if when == "before":
             context.on_failure(lost)

@@ -339,7 +339,8 @@ class ThinkerLoop(EngineThread):
         found = [
             (chat, chat.queries_in(each) + first[self._chunk_requests.index(each.request)])
             for each in chunk.prompts
-            if (chat := self._requests[each.request]).prompt.queries is not None
+            # A prompt may have ended with its constraint.
+            if (chat := self._requests.get(each.request)) is not None and chat.prompt.queries is not None
         ]
         if not sum(len(tokens) for _, tokens in found):
             return
