@@ -270,7 +270,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
             "60s",
         ]
         process = subprocess.Popen(
-            [*command, "--repeats", "1", "--tokens", "4", "--output", output], stderr=subprocess.PIPE
+            [*command, "--repeats", "1", "--tokens", "4", "--output", output],
+            stderr=subprocess.PIPE,
+            # A shell's background job ignores it, and what it starts does so too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         while len(server.bodies) < 60:  # nine before the load; most of the others are answered
             assert process.poll() is None
