@@ -335,12 +335,18 @@ class ThinkerLoop(EngineThread):
         """Copy the hidden rows of the queries in a complete chunk to the host."""
         if not chunk.is_whole:
             return
-        first = np.cumsum(self._chunk_step.counts) - self._chunk_step.counts
-        found = [
-            (chat, chat.queries_in(each) + first[self._chunk_requests.index(each.request)])
+        asked = [
+            (chat, each)
             for each in chunk.prompts
             # A prompt may have ended with its constraint.
             if (chat := self._requests.get(each.request)) is not None and chat.prompt.queries is not None
+        ]
+        if not asked:
+            return
+        first = np.cumsum(self._chunk_step.counts) - self._chunk_step.counts
+        found = [
+            (chat, chat.queries_in(each) + first[self._chunk_requests.index(each.request)])
+            for chat, each in asked
         ]
         if not sum(len(tokens) for _, tokens in found):
             return
