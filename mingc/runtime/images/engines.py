@@ -13,13 +13,12 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
 from mingc.dtypes import torch_dtype
-from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.images.tokens import TokenLayout, padded
 
 
 class ImageEngines:
-    """Calls the graphs, padded to their batch sizes.
+    """Calls the graphs.
 
     Args:
         condition, glyph, sampler, decoder: the stages (`StageGraph.image_path`).
@@ -60,7 +59,7 @@ class ImageEngines:
     def glyph(self, ids: NDArray[np.int64]) -> Tensor:
         """Ids of a text, padded with 0 to the model's length L → rows (L, C) float32."""
         assert self._glyph is not None, "the artifact has the stage"
-        batch = torch.zeros(_batch(self._glyph, 1), len(ids), dtype=torch.int64)
+        batch = torch.zeros(self._glyph.bucket("B", 1), len(ids), dtype=torch.int64)
         batch[0] = torch.from_numpy(ids)
         return self._glyph.run(ids=batch.to(self.device))["rows"][0]
 
@@ -68,7 +67,7 @@ class ImageEngines:
         """Rows (n, C) float32 of one caption → its tokens (K, width), ready for all steps."""
         count, width = rows.shape
         length = padded(count, self.parameters.token_multiple)
-        given = torch.zeros(_batch(self._caption, 1), length, width, device=self.device)
+        given = torch.zeros(1, length, width, device=self.device)
         given[0, :count] = rows
         is_pad = torch.arange(length, device=self.device) >= count
         return self._caption.run(rows=given, is_pad=is_pad)["caption"][0]
@@ -78,18 +77,13 @@ class ImageEngines:
 
         `layout`: on the device.
         """
-        count = len(tokens)
-        size = _batch(self._velocity, count)
-        if size > count:
-            tokens, caption = _lengthened(tokens, size), _lengthened(caption, size)
-        found = self._velocity.run(
+        return self._velocity.run(
             latents=tokens,
             positions=layout.positions,
             is_pad=layout.is_pad,
             caption=caption,
-            time=torch.full((size,), time, device=self.device),
+            time=torch.full((len(tokens),), time, device=self.device),
         )["velocity"]
-        return found[:count]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (channels, h, w) float32 → (3, 8h, 8w) float32, about -1 to 1."""
@@ -102,12 +96,3 @@ class ImageEngines:
         scale = self.vae.scale
         cells = pixels.reshape(1, channels, height // scale, scale, width // scale, scale)
         return self._encode.run(pixels=cells.contiguous())["latents"][0]
-
-
-def _batch(graph: Graph, count: int) -> int:
-    """The batch size of a call for `count` rows."""
-    return graph.bucket("B", count) if graph.spec.dim("B").buckets else count
-
-
-def _lengthened(values: Tensor, size: int) -> Tensor:
-    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])

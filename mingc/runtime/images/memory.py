@@ -11,11 +11,8 @@ from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
 from mingc.prompts.picture_sizes import RESOLUTIONS, Size, sizes
 from mingc.runtime.images.tokens import padded
 
-_HIDDEN, _WIDE, _FLOATS = (
-    6,
-    3,
-    4,
-)  # values a row: of the width, of the feed-forward network, and float32 of the width
+# Values a row: of the width, of the feed-forward network, and float32 of the width.
+_HIDDEN, _WIDE, _FLOATS = 6, 3, 4
 _PLANES = 4  # tensors of the two finest levels that are alive in the VAE
 _SCORES = 3  # matrices of scores of the VAE's attention, float32
 _FLOAT = 4
