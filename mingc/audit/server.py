@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 
 from mingc.audit.sounds import Sound, read_sound
+from mingc.console.serve_child import serve_child
 from mingc.errors import ConfigError, MingcError
 
 Transcribe = Callable[[Sound], str]
@@ -273,40 +273,11 @@ def served(target: str) -> Iterator[Server]:
         finally:
             server.close()
         return
-    child = subprocess.Popen(
-        # It ends with this process, however that ends.
-        [
-            sys.executable,
-            "-m",
-            "mingc.console.child_main",
-            "serve",
-            target,
-            "--port",
-            "0",
-            "--log-level",
-            "warning",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # Keys would refuse requests, which have none.
-        env={name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"},
-    )
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        url = child.stdout.readline().strip()
+    with serve_child([target, "--port", "0", "--log-level", "warning"], stop_s=_END_S) as (child, stdout):
+        url = stdout.readline().decode().strip()
         if not url:
             raise MingcError(
                 f"mingc serve ended with {child.wait()}", where=target, fix="see its messages above"
             )
         with served(url) as server:
             yield server
-    finally:
-        child.terminate()
-        try:
-            child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        child.stdin.close()
-        child.stdout.close()

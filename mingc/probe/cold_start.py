@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import select
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mingc.console.serve_child import serve_child
 from mingc.errors import ArtifactError, WorkerError
 from mingc.probe.report import FirstRequest, StartPhase
 
@@ -91,29 +90,12 @@ def phases(startup_s: Mapping[str, float], ready_s: float) -> tuple[StartPhase, 
 def _server(
     artifact: Path,
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
-    words = ["serve", str(artifact), "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
-    # Keys would refuse the first requests, which have none.
-    environment = {name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"}
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "mingc.console.child_main", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-        )
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            yield child, child.stdout, log
-        finally:
-            child.terminate()
-            try:
-                child.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-            child.stdin.close()
-            child.stdout.close()
+    words = [str(artifact), "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
+    with (
+        tempfile.TemporaryFile() as log,
+        serve_child(words, stop_s=_STOP_TIMEOUT_S, log=log) as (child, stdout),
+    ):
+        yield child, stdout, log
 
 
 def _announced(child: subprocess.Popen[bytes], stdout: IO[bytes], log: IO[bytes]) -> dict[str, Any]:

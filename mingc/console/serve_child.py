@@ -1,0 +1,40 @@
+"""`mingc serve` in a child process, for commands that measure or question a server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+
+@contextmanager
+def serve_child(
+    words: Sequence[str], *, stop_s: float, log: IO[bytes] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+    """Run `mingc serve WORDS` and yield the process with its stdout; it ends with the block, or with this process.
+
+    `stop_s`: how long it may take to end before it is killed. `log`: its stderr; None: that of this process.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-m", "mingc.console.child_main", "serve", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        # Keys would refuse the requests, which have none.
+        env={name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"},
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        yield child, child.stdout
+    finally:
+        child.terminate()
+        try:
+            child.wait(stop_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdin.close()
+        child.stdout.close()
