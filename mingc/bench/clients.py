@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -142,7 +142,7 @@ async def find_fields(
     """The first of `alternatives` that the server answers, or why it refuses the last one."""
     why = ""
     for fields in alternatives(path, wishes):
-        asked = Target(url=target.url, model=target.model, key=target.key, fields={path: fields})
+        asked = replace(target, fields={path: fields})
         sample = await ask(client, asked, build(item, path, asked, wishes), time.perf_counter(), 0.0, wishes)
         if not sample.error:
             return fields
@@ -331,12 +331,7 @@ async def ask(
 
 async def transcribe(client: httpx.AsyncClient, target: Target, clip: bytes, wishes: Wishes) -> str:
     """The words of a sound file. Raises: ValueError when the server cannot tell."""
-    asked = Target(
-        url=target.url,
-        model=target.model,
-        key=target.key,
-        fields={"transcription": {"response_format": "json"}},
-    )
+    asked = replace(target, fields={"transcription": {"response_format": "json"}})
     item = Item(id="transcript", path="transcription", clip=clip)
     plain = Wishes(tokens=wishes.tokens)
     sample = await ask(client, asked, build(item, item.path, asked, plain), None, 0.0, plain)

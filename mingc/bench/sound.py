@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import struct
+import wave
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,8 +97,11 @@ def wav(samples: NDArray[np.floating], rate: int) -> bytes:
 
 def wav_of(pcm: bytes, rate: int) -> bytes:
     """The same of samples of 16 bits."""
-    head = struct.pack("<4sI8sIHHIIHH", b"RIFF", 36 + len(pcm), b"WAVEfmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
-    return head + b"data" + len(pcm).to_bytes(4, "little") + pcm
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, rate, 0, "NONE", ""))
+        writer.writeframes(pcm)
+    return file.getvalue()
 
 
 def pcm16(samples: NDArray[np.floating]) -> bytes:
