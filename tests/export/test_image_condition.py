@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stage_checks import assert_close, check_sources, with_random_weights
+from stage_checks import assert_close, check_sources, set_key, with_random_weights
 from torch import Tensor
 
 from mingc.errors import CheckpointError
@@ -239,13 +239,7 @@ def edit_json(file: str, *path: str, value: object = None) -> Callable[[Path], N
 
     def edit(root: Path) -> None:
         values = json.loads((root / file).read_text("utf-8"))
-        inner = values
-        for step in path[:-1]:
-            inner = inner[step]
-        if value is None:
-            del inner[path[-1]]
-        else:
-            inner[path[-1]] = value
+        set_key(values, *path, value=value)
         (root / file).write_text(json.dumps(values), "utf-8")
 
     return edit

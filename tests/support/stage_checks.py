@@ -55,14 +55,19 @@ def with_random_weights(module: Module) -> Module:
     return module.eval().requires_grad_(False)
 
 
+def set_key(config: dict[str, Any], *path: str, value: object = None) -> None:
+    """Set a key of `config` in place, or remove it when `value` is None."""
+    *steps, last = path
+    for step in steps:
+        config = config[step]
+    if value is None:
+        del config[last]
+    else:
+        config[last] = value
+
+
 def altered(checkpoint: Checkpoint, *path: str, value: object = None) -> Checkpoint:
     """`checkpoint` with one config key set, or removed when `value` is None."""
     values = copy.deepcopy(checkpoint.main.config)
-    inner = values
-    for step in path[:-1]:
-        inner = inner[step]
-    if value is None:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
+    set_key(values, *path, value=value)
     return checkpoint.with_part(replace(checkpoint.main, config=values))

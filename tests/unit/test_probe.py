@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from manifest_edit import edit_manifest
+from probe_rows import latency
 from safetensors.torch import save_file
 
 from mingc.artifacts.manifest import EngineCost
@@ -30,7 +31,6 @@ from mingc.probe.report import (
     CacheRate,
     EngineFigures,
     FirstRequest,
-    Latency,
     PeakRates,
     ProbeReport,
     StartPhase,
@@ -78,19 +78,12 @@ PARAMETERS = {"page_size": PAGE_SIZE}
 
 
 def figures(median: float, engine: str = "cfm.sample", context: int | None = None) -> EngineFigures:
-    latency = Latency(
-        median_ms=median,
-        p95_ms=median,
-        p99_ms=median,
-        min_ms=median,
-        repetitions=3,
-        is_captured=False,
-        warm_ms=None,
-        uncaptured_ms=None,
-        enqueue_ms=None,
-    )
     return EngineFigures(
-        engine=engine, sizes={"B": 2}, context_tokens=context, layer_instances=1, latency=latency
+        engine=engine,
+        sizes={"B": 2},
+        context_tokens=context,
+        layer_instances=1,
+        latency=latency(median, median),
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from probe_rows import latency
 
 from mingc.artifacts.manifest import EngineCost
-from mingc.probe.report import EngineFigures, Latency, PeakRates, roofline_bound
+from mingc.probe.report import EngineFigures, PeakRates, roofline_bound
 from mingc.probe.summary import summarize
 
 ROOF = PeakRates(device="none", copy_tb_s=1.0, matmul_tflop_s=1e9, matmul_dtype="float32")
@@ -15,19 +16,12 @@ def figures(
     engine: str, ms: float, layers: int = 1, context: int | None = None, **sizes: int
 ) -> EngineFigures:
     """An engine whose fastest call takes `ms`; its median is thrice as long."""
-    latency = Latency(
-        median_ms=3 * ms,
-        p95_ms=3 * ms,
-        p99_ms=3 * ms,
-        min_ms=ms,
-        repetitions=3,
-        is_captured=False,
-        warm_ms=None,
-        uncaptured_ms=None,
-        enqueue_ms=None,
-    )
     return EngineFigures(
-        engine=engine, sizes=sizes, context_tokens=context, latency=latency, layer_instances=layers
+        engine=engine,
+        sizes=sizes,
+        context_tokens=context,
+        latency=latency(ms, 3 * ms),
+        layer_instances=layers,
     )
 
 
