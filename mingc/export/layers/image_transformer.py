@@ -18,7 +18,10 @@ from mingc.export.layers.linear import Linear, empty_weight
 from mingc.export.stage import WeightSource
 from mingc.export.weights.mapping import stored
 from mingc.kernels.linear import linear
+from mingc.kernels.modulated_norm import add_gated, add_gated_norm, modulated_norm
+from mingc.kernels.norm_rotate_packed import norm_rotate_packed
 from mingc.kernels.rms_norm import rms_norm
+from mingc.kernels.silu_product import silu_product
 
 _UNIT_EPS = 1e-12
 _CAPTION_SCALE = 1000.0
@@ -81,18 +84,16 @@ class ImageBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], time: Tensor | None = None) -> Tensor:
         """Tokens (B, T, D) → (B, T, D); `rope` as `attend` takes it, `time` (B, E) of a modulated block."""
-        attention_in = rms_norm(x, self.attention_norm1, self.eps)
         if self.modulation is None or time is None:
+            attention_in = rms_norm(x, self.attention_norm1, self.eps)
             x = x + rms_norm(self.attend(attention_in, rope), self.attention_norm2, self.eps)
             inner = rms_norm(x, self.ffn_norm1, self.eps)
             plain: Tensor = x + rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
             return plain
-        scale1, gate1, scale2, gate2 = self.modulation(time).unsqueeze(1).chunk(4, dim=-1)
-        context = self.attend(attention_in * (1 + scale1), rope)
-        x = x + gate1.tanh() * rms_norm(context, self.attention_norm2, self.eps)
-        inner = rms_norm(x, self.ffn_norm1, self.eps) * (1 + scale2)
-        out: Tensor = x + gate2.tanh() * rms_norm(self.feed_forward(inner), self.ffn_norm2, self.eps)
-        return out
+        scale1, gate1, scale2, gate2 = self.modulation(time).chunk(4, dim=-1)
+        context = self.attend(modulated_norm(x, self.attention_norm1, scale1, self.eps), rope)
+        x, inner = add_gated_norm(x, context, self.attention_norm2, gate1, self.ffn_norm1, scale2, self.eps)
+        return add_gated(x, self.feed_forward(inner), self.ffn_norm2, gate2, self.eps)
 
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Bidirectional attention within each sequence, (B, T, D) → (B, T, D).
@@ -102,9 +103,9 @@ class ImageBlock(nn.Module):
         batch, tokens, width = x.shape
         heads = self.num_heads
         packed = linear(x, self.qkv.weight, None, self.qkv.weight_scale)
-        q, k, v = packed.view(batch, tokens, 3, heads, width // heads).unbind(2)
-        q = _rotate(rms_norm(q, self.q_norm, self.eps), *rope)
-        k = _rotate(rms_norm(k, self.k_norm, self.eps), *rope)
+        packed = packed.view(batch, tokens, 3, heads, width // heads)
+        q, k = norm_rotate_packed(packed, self.q_norm, self.k_norm, *rope, self.eps)
+        v = packed[:, :, 2]
         context = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return linear(
             context.transpose(1, 2).reshape(batch, tokens, width),
@@ -114,8 +115,8 @@ class ImageBlock(nn.Module):
         )
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        gate, up = linear(x, self.gate_up.weight, None, self.gate_up.weight_scale).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, self.down.weight, None, self.down.weight_scale)
+        inner = silu_product(linear(x, self.gate_up.weight, None, self.gate_up.weight_scale))
+        return linear(inner, self.down.weight, None, self.down.weight_scale)
 
 
 class ImageTransformer(nn.Module):
@@ -283,10 +284,3 @@ def _angles(length: int, size: int, theta: float) -> Callable[[], Tensor]:
         return torch.outer(torch.arange(length, dtype=torch.float64), frequencies).float()
 
     return make
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighbours of x (B, T, H, d) in float32; cos, sin (T, d/2)."""
-    even, odd = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
