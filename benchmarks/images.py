@@ -17,7 +17,7 @@ import itertools
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mingc.artifacts.parameters import ImageDitParameters
 from mingc.artifacts.spec import Quantization
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.trace import capture
@@ -45,7 +46,7 @@ from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.images.engines import ImageEngines
 from mingc.runtime.images.memory import ImageMemory
-from mingc.runtime.images.tokens import padded, token_layout
+from mingc.runtime.images.tokens import TokenLayout, padded, token_layout
 from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
 
 CONFIGS = Path(__file__).resolve().parent / "released-images"
@@ -55,6 +56,7 @@ VARIANTS = ("bfloat16", "fp8", "plain")
 _MAX_PICTURES = 4
 _SPENT_MS = 2000  # on the timed runs of one case, if they are more than a few
 _SEED = 41
+_TIME = 0.5
 Figure = dict[str, Any]
 Values = Callable[[WeightSource, torch.Size], Tensor]
 
@@ -247,9 +249,11 @@ class Measurement:
         self.networks, self.device, self.count = networks, networks.device, count
         self.peak = rates["bf16_tflop_s"]
         self.figures: list[Figure] = []
+        self.breakdown: dict[str, list[Figure]] = {}
         self.failures: list[str] = []
         self._watch = Stopwatch(self.device)
-        self._generator = torch.Generator(self.device).manual_seed(_SEED)
+        self._flops: dict[tuple[object, ...], int] = {}
+        self._exact: dict[Case, Tensor] = {}
         with torch.device("meta"):
             self._meta = {
                 name: find(name).build(config_of(name, networks.configs), Shard()) for name in STAGES
@@ -274,6 +278,7 @@ class Measurement:
     def memory(self, call: Callable[[], object]) -> int | None:
         """Bytes that a call takes at the most, its results included; None on the CPU."""
         if self.device.type == "cpu":
+            call()
             return None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -283,13 +288,31 @@ class Measurement:
         return torch.cuda.max_memory_allocated() - before
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device)
+        """The same values at every call."""
+        generator = torch.Generator(self.device).manual_seed(_SEED)
+        return torch.randn(shape, generator=generator, device=self.device)
+
+    def inputs(
+        self, parameters: ImageDitParameters, scale: int, case: Case
+    ) -> tuple[Tensor, Tensor, TokenLayout]:
+        """Latents, caption and layout of a step with guidance."""
+        latent = (case.size[0] // scale, case.size[1] // scale)
+        layout = token_layout(parameters, latent, case.frames, case.rows)
+        samples, values = 2 * case.pictures, parameters.patch_size**2 * parameters.latent_channels
+        return (
+            self.randn(samples, len(layout.is_pad), values),
+            self.randn(samples, case.rows, parameters.hidden_size).bfloat16(),
+            replace(layout, positions=layout.positions.to(self.device), is_pad=layout.is_pad.to(self.device)),
+        )
 
     def rates(self, summary: Mapping[str, float], stage: str, method: str, *shaped: Tensor) -> Figure:
-        """Arithmetic of a method, counted from shapes, and its rate at the median."""
-        with FlopCounterMode(display=False) as counter:
-            getattr(self._meta[stage], method)(*(each.to("meta") for each in shaped))
-        tflop = counter.get_total_flops() / 1e12
+        """Arithmetic of a method, counted from the shapes of its inputs, and its rate at the median."""
+        key = (stage, method, *(each.shape for each in shaped))
+        if key not in self._flops:
+            with FlopCounterMode(display=False) as counter:
+                getattr(self._meta[stage], method)(*(each.to("meta") for each in shaped))
+            self._flops[key] = counter.get_total_flops()
+        tflop = self._flops[key] / 1e12
         rate = 1e3 * tflop / summary["median"]
         return {
             "tflop": round(tflop, 3),
@@ -306,23 +329,14 @@ class Measurement:
         )
 
     def step(self, engines: ImageEngines, variant: str, case: Case) -> Figure:
-        """A call of `velocity`, with guidance, from the runtime's own inputs."""
-        parameters, scale = engines.parameters, engines.vae.scale
-        layout = token_layout(
-            parameters, (case.size[0] // scale, case.size[1] // scale), case.frames, case.rows
-        )
-        layout = replace(
-            layout, positions=layout.positions.to(self.device), is_pad=layout.is_pad.to(self.device)
-        )
-        samples, tokens = 2 * case.pictures, len(layout.is_pad)
-        latents = self.randn(samples, tokens, parameters.patch_size**2 * parameters.latent_channels)
-        caption = self.randn(samples, case.rows, parameters.hidden_size).bfloat16()
+        """A call of `velocity`, with guidance."""
+        latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
 
         def call() -> Tensor:
-            return engines.velocity(latents, caption, layout, 0.5)
+            return engines.velocity(latents, caption, layout, _TIME)
 
         summary = self.times(call)
-        shaped = (latents, layout.positions, layout.is_pad, caption.float(), self.randn(samples))
+        shaped = (latents, layout.positions, layout.is_pad, caption.float(), self.randn(len(latents)))
         planned = self.plan(engines).step_bytes(
             case.size, case.pictures, num_caption=case.rows, num_samples=2, num_frames=case.frames
         )
@@ -330,45 +344,38 @@ class Measurement:
             "name": "image_step_ms",
             "variant": variant,
             **case.figure,
-            "tokens": tokens,
+            "tokens": len(layout.is_pad),
             **summary,
             "unit": "ms",
+            "enqueue_ms": self._watch.enqueue_ms(call, 3),
             **self.rates(summary, "image_dit", "velocity", *shaped),
             "memory_bytes": self.memory(call),
             "planned_bytes": planned,
         }
 
-    def errors(self, variants: Mapping[str, ImageEngines], case: Case) -> Iterable[Figure]:
-        """Errors of a velocity of each variant against float32 over the weights before quantization."""
-        engines = next(iter(variants.values()))
-        parameters, scale = engines.parameters, engines.vae.scale
-        latent = (case.size[0] // scale, case.size[1] // scale)
-        layout = token_layout(parameters, latent, case.frames, case.rows)
-        layout = replace(
-            layout, positions=layout.positions.to(self.device), is_pad=layout.is_pad.to(self.device)
-        )
-        width = parameters.patch_size**2 * parameters.latent_channels
-        latents = self.randn(2, len(layout.is_pad), width)
-        caption = self.randn(2, case.rows, parameters.hidden_size).bfloat16()
-        with plain_torch():
-            call = self.networks.float32("image_dit").velocity
-            (exact,) = call(
-                latents,
-                layout.positions,
-                layout.is_pad,
-                caption.float(),
-                torch.full((2,), 0.5, device=self.device),
-            )
-        for variant, each in variants.items():
-            found = each.velocity(latents, caption, layout, 0.5)
-            yield {
-                "name": "image_velocity_error",
-                "variant": variant,
-                **case.figure,
-                "unit": "max |error| / max |fp32 reference|",
-                "value": relative_error(found, exact),
-                "relative_l2": float((found - exact).norm() / exact.norm()),
-            }
+    def error(self, engines: ImageEngines, variant: str, case: Case) -> Figure:
+        """Error of a velocity against float32 over the weights before quantization."""
+        latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
+        if case not in self._exact:
+            times = torch.full((len(latents),), _TIME, device=self.device)
+            with plain_torch():
+                (self._exact[case],) = self.networks.float32("image_dit").velocity(
+                    latents, layout.positions, layout.is_pad, caption.float(), times
+                )
+        exact, found = self._exact[case], engines.velocity(latents, caption, layout, _TIME)
+        return {
+            "name": "image_velocity_error",
+            "variant": variant,
+            **case.figure,
+            "unit": "max |error| / max |fp32 reference|",
+            "value": relative_error(found, exact),
+            "relative_l2": float((found - exact).norm() / exact.norm()),
+        }
+
+    def kernels(self, engines: ImageEngines, case: Case) -> list[Figure]:
+        """The kernels of a step that take the most time."""
+        latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
+        return harness.kernel_table(lambda: engines.velocity(latents, caption, layout, _TIME), 2)[:24]
 
     def caption(self, engines: ImageEngines, variant: str, rows: int) -> Figure:
         parameters = engines.parameters
@@ -426,21 +433,28 @@ class Measurement:
         warm = worker.begin(worker.prepare(drawing), seeds)
         worker.step(warm)
         worker.decode(warm, 0)
-        moments = [time.perf_counter()]
+        moments: list[float] = []
 
         def mark() -> None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             moments.append(time.perf_counter())
 
-        batch = worker.begin(worker.prepare(drawing), seeds)
-        mark()
-        while not batch.is_finished:
-            worker.step(batch)
+        def draw() -> None:
             mark()
-        for index in range(case.pictures):
-            worker.decode(batch, index)
-        mark()
+            batch = worker.begin(worker.prepare(drawing), seeds)
+            mark()
+            while not batch.is_finished:
+                worker.step(batch)
+                mark()
+            for index in range(case.pictures):
+                worker.decode(batch, index)
+            mark()
+
+        memory = self.memory(draw)
+        planned = self.plan(engines).batch_bytes(
+            case.size, case.pictures, num_caption=case.rows, num_samples=2, num_frames=case.frames
+        )
         passed = [after - before for before, after in itertools.pairwise(moments)]
         total = moments[-1] - moments[0]
         return {
@@ -448,13 +462,15 @@ class Measurement:
             "variant": variant,
             **case.figure,
             "steps": num_steps,
-            "evaluated_steps": batch.step,
+            "evaluated_steps": len(passed) - 2,
             "value": round(total, 4),
             "a_picture": round(total / case.pictures, 4),
             "unit": "s",
             "prepare_s": round(passed[0], 4),
             "step_ms": harness.summary([1e3 * each for each in passed[1:-1]]),
             "decode_s": round(passed[-1], 4),
+            "memory_bytes": memory,
+            "planned_bytes": planned,
         }
 
 
@@ -488,10 +504,13 @@ def measure(given: argparse.Namespace, bench: Measurement, save: Callable[[], No
     variants = {name: bench.networks.engines(name) for name in given.variants}
     print(f"loaded {', '.join(variants)}", flush=True)
     if "step" in given.parts:
+        for name in given.profile:
+            bench.breakdown[name] = bench.kernels(variants[name], Case(size=largest))
+            print(name, *bench.breakdown[name], sep="\n", flush=True)
         for case, (name, engines) in itertools.product(step_cases(largest, smaller), variants.items()):
             bench.attempt(functools.partial(bench.step, engines, name, case))
-        for figure in bench.errors(variants, Case(size=squares[-1])):
-            bench.attempt(functools.partial(dict, figure))
+        for name, engines in variants.items():
+            bench.attempt(functools.partial(bench.error, engines, name, Case(size=squares[-1])))
         save()
     if "picture" in given.parts:
         for case, (name, engines) in itertools.product(picture_cases(largest, smaller), variants.items()):
@@ -527,6 +546,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=arguments.wholes(16, 2048), default=(1024, 512), help="sides in pixels"
     )
+    parser.add_argument("--profile", type=words(VARIANTS), default=(), help="variants with a kernel table")
     parser.add_argument("--steps", type=arguments.whole(2), default=30, help="of a whole picture")
     parser.add_argument("--count", type=arguments.whole(1), default=30, help="timed runs of one graph")
     parser.add_argument("--engines", type=Path, help="folder of engines to use and to leave for the next run")
@@ -560,7 +580,10 @@ def main() -> None:
         def save() -> None:
             if given.json:
                 harness.write(
-                    given.json, harness.result("images", dict(rates), bench.figures, compile_s=compiled)
+                    given.json,
+                    harness.result(
+                        "images", rates, bench.figures, compile_s=compiled, kernels=bench.breakdown
+                    ),
                 )
 
         measure(given, bench, save)
