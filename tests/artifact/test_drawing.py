@@ -411,7 +411,10 @@ def test_a_batch_takes_no_more_memory_than_is_planned(
     """And the plan is no more than a few times of what it takes."""
     engines = worker.engines
     memory = ImageMemory(
-        sampler=engines.parameters, vae=engines.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+        sampler=engines.parameters,
+        vae=engines.vae,
+        itemsize=engines.sampler.itemsize,
+        max_samples=engines.sampler.max_batch,
     )
     reference = np.zeros((*size, 3), np.uint8) if num_frames == 2 else None
     drawing = replace(drawing_of("g2_square"), size=size, reference=reference)

@@ -44,7 +44,10 @@ def build_images(context: BuildContext, stages: ImageStages, device: torch.devic
         device=device,
     )
     memory = ImageMemory(
-        sampler=stages.dit, vae=stages.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+        sampler=stages.dit,
+        vae=stages.vae,
+        itemsize=engines.sampler.itemsize,
+        max_samples=engines.sampler.max_batch,
     )
     num_bytes = memory.most_bytes(_LARGEST_PICTURES, _most_rows(stages))
     if device.type == "cpu":
