@@ -683,6 +683,7 @@ OPTIONS: dict[str, Change] = {
     "max_waiting": Change(5, ("waiting",)),
     "max_speech_seqs": Change(3, ("slots", "segments that join at once")),
     "talker_devices": Change(("cpu", "cpu", "cpu"), ("talkers",)),
+    "image_devices": Change(("cpu", "cpu"), ("image memory",)),
     "speech_lead": Change(0, ("patches ahead",)),
     "voices_dir": Change("a folder", ("keeps voices",)),
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),

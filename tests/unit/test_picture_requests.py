@@ -103,6 +103,17 @@ def test_a_batch_has_as_many_pictures_as_fit(
         assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
 
 
+def test_two_devices_take_twice_the_pictures_with_guidance() -> None:
+    """Each has one sample of a picture, so that a picture takes half as much of a device."""
+    ask = {"num_caption": 8, "num_frames": 1}
+    shared = replace(MEMORY, num_samplers=2)
+    assert [MEMORY.max_pictures(samples) for samples in (1, 2)] == [8, 4]
+    assert [shared.max_pictures(samples) for samples in (1, 2)] == [8, 8]
+    alone = MEMORY.step_bytes((256, 256), 2, num_samples=2, **ask)
+    assert shared.step_bytes((256, 256), 4, num_samples=2, **ask) == alone
+    assert shared.step_bytes((256, 256), 4, num_samples=1, **ask) == alone
+
+
 def test_a_reference_does_not_count_in_a_dynamic_shift() -> None:
     """Spec: imagegen.md §5; a picture of 256 × 256 has 16 · 16 tokens."""
     stages, sampler = image_stages(), replace(DIT, is_shift_dynamic=True)
