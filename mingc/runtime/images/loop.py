@@ -135,12 +135,15 @@ class ImageLoop(EngineThread):
 
     def _run(self) -> None:
         with ExitStack() as stack:
-            for device in (sampler.device for sampler in reversed(self.worker.samplers)):
-                if device.type == "cuda":
+            for sampler in reversed(
+                self.worker.samplers
+            ):  # the last stream entered, of the first, is the current one
+                if (device := sampler.device).type == "cuda":
                     stream = torch.cuda.Stream(device, priority=stream_priority.DRAWING)  # type: ignore[no-untyped-call]
-                    stack.enter_context(
-                        torch.cuda.stream(stream)
-                    )  # and `device` the current one: the first in the end
+                    stream.wait_stream(
+                        torch.cuda.current_stream(device)
+                    )  # the weights are being copied there
+                    stack.enter_context(torch.cuda.stream(stream))
             super()._run()
 
     def _step(self) -> bool:
