@@ -110,12 +110,12 @@ class _Part:
         )
         if prepared.reference is not None:
             first = self._layout.num_noisy
-            self._inputs[:, :, first : first + len(prepared.reference)] = prepared.reference
+            self._inputs[:, :, first : first + len(prepared.reference)].copy_(prepared.reference)
 
     def velocity(self, tokens: Tensor, time: float) -> Tensor:
         """Launch a step of `tokens` → (samples, B, n, 64), on the part's device."""
         num_noisy = self._layout.num_noisy
-        self._inputs[:, :, :num_noisy] = tokens
+        self._inputs[:, :, :num_noisy].copy_(tokens)
         made = self._sampler.velocity(self._inputs.flatten(0, 1), self._captions, self._layout, time)
         return made.view(self._inputs.shape)[:, :, :num_noisy]
 
