@@ -884,7 +884,10 @@ def test_another_option_gives_another_service(
 ) -> None:
     change = OPTIONS[name]
     value = tmp_path if name == "voices_dir" else change.value
-    check_change(change, describe(manifest(), EngineOptions(**{name: value}), monkeypatch), usual)
+    options = EngineOptions(**{name: value})
+    seen = describe(manifest(), options, monkeypatch, with_pictures=name == "image_devices")
+    check_change(change, seen, usual)
+    assert name != "image_devices" or seen["picture"] == usual["picture"]
 
 
 def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
