@@ -124,7 +124,7 @@ def _prepared(
     engines, parameters = worker.engines, worker.engines.parameters
     caption = torch.from_numpy(rows[0].astype(np.float32)).to(engines.device)
     given = [caption, torch.zeros_like(caption)][: drawing.num_samples]
-    embedded = torch.stack([engines.caption(each) for each in given])
+    embedded = torch.stack([engines.sampler.caption(each) for each in given])
     latents = (drawing.size[0] // engines.vae.scale, drawing.size[1] // engines.vae.scale)
     layout = _layout(engines, latents, drawing.num_frames, embedded.shape[1])
     frame = None
@@ -141,10 +141,7 @@ def _prepared(
 
 
 def _layout(engines: ImageEngines, size: tuple[int, int], frames: int, caption: int) -> TokenLayout:
-    layout = token_layout(engines.parameters, size, frames, caption)
-    return replace(
-        layout, positions=layout.positions.to(engines.device), is_pad=layout.is_pad.to(engines.device)
-    )
+    return token_layout(engines.parameters, size, frames, caption).to(engines.device)
 
 
 def _image_engines(engines: Engines, parameters: ImageDitParameters | None = None) -> ImageEngines:

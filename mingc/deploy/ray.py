@@ -61,7 +61,7 @@ def build_application(options: DeployOptions, ingress: type[ModelReplica] = Mode
     )
     if options.speech_artifact is None:
         return model.bind(options)
-    gpus = _num_gpus(options.speech_artifact, options, options.speech_num_gpus, tp=1)
+    gpus = _num_gpus(options.speech_artifact, options, options.speech_num_gpus, tp=1, draws=False)
     speech = _deployment(SpeechReplica).options(
         name="mingc-speech",
         **_common(options, gpus, options.speech_min_replicas, options.speech_max_replicas),
@@ -105,17 +105,24 @@ def _affinity(options: DeployOptions) -> dict[str, Any]:
 
 
 def _num_gpus(
-    artifact: str, options: DeployOptions, given: float | None, *, tp: int | None, has_talkers: bool = True
+    artifact: str,
+    options: DeployOptions,
+    given: float | None,
+    *,
+    tp: int | None,
+    has_talkers: bool = True,
+    draws: bool = True,
 ) -> float:
     """GPUs of a replica: as given, or by the manifest, or one per rank when the artifact is not here yet.
 
-    A replica with talkers has at least as many as their devices need.
+    A replica that speaks or draws has at least as many as the devices for that need.
     """
     if given is not None:
         return given
     root = Path(artifact)
-    gpus = [int(name.partition(":")[2]) for name in options.engines.talker_devices if name != "cpu"]
-    least = float(1 + max(gpus)) if gpus and has_talkers else 0.0
+    engines = options.engines
+    names = (*(engines.talker_devices if has_talkers else ()), *(engines.image_devices if draws else ()))
+    least = float(max((1 + int(name.partition(":")[2]) for name in names if name != "cpu"), default=0))
     if options.fetch is not None or not (root.is_file() or (root / FILE_NAME).exists()):
         return max(float(tp or 1), least)
     fingerprint = open_artifact(root).manifest.fingerprint

@@ -211,7 +211,8 @@ class SpeechReplica(Replica):
     async def open_service(self) -> OmniService:
         artifact = self.options.speech_artifact
         assert artifact is not None, "the application has a speech deployment"
-        return open_model(artifact, self.options, tp=None, loads_speech=True)
+        engines = replace(self.options.engines, image_devices=())  # the other deployment draws
+        return open_model(artifact, replace(self.options, engines=engines), tp=None, loads_speech=True)
 
     async def info(self) -> SpeechInfo:
         """Capabilities of the speech artifact."""

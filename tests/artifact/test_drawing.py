@@ -41,6 +41,7 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.served_stages import find_image_stages
 from mingc.server.picture_format import PictureSpec, encode_picture
 
@@ -195,6 +196,11 @@ def service(image_artifact: Path) -> OmniService:
     return open_service(image_artifact, media=InProcessDecoder())
 
 
+@pytest.fixture
+def service_of_two_devices(image_artifact: Path) -> OmniService:
+    return open_service(image_artifact, EngineOptions(image_devices=("cpu", "cpu")), media=InProcessDecoder())
+
+
 def run(service: OmniService, work: Any) -> Any:
     async def whole() -> Any:
         before = service_resources(service, asyncio.get_running_loop())
@@ -208,9 +214,12 @@ def run(service: OmniService, work: Any) -> Any:
     return asyncio.run(whole())
 
 
+@pytest.mark.parametrize("devices", ["service", "service_of_two_devices"])
 @pytest.mark.parametrize("case", GOLDEN["e2e"])
-def test_a_picture_of_the_whole_service_is_the_official_one(case: str, service: OmniService) -> None:
-    given = GOLDEN["e2e"][case]
+def test_a_picture_of_the_whole_service_is_the_official_one(
+    case: str, devices: str, request: pytest.FixtureRequest
+) -> None:
+    given, service = GOLDEN["e2e"][case], request.getfixturevalue(devices)
     assert service.info.has_image_output
     events, recorder = run(service, draw(service, golden_request(case)))
     done = events[-1]
@@ -411,7 +420,10 @@ def test_a_batch_takes_no_more_memory_than_is_planned(
     """And the plan is no more than a few times of what it takes."""
     engines = worker.engines
     memory = ImageMemory(
-        sampler=engines.parameters, vae=engines.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+        sampler=engines.parameters,
+        vae=engines.vae,
+        itemsize=engines.sampler.itemsize,
+        max_samples=engines.sampler.max_batch,
     )
     reference = np.zeros((*size, 3), np.uint8) if num_frames == 2 else None
     drawing = replace(drawing_of("g2_square"), size=size, reference=reference)

@@ -322,6 +322,9 @@ def test_a_replica_has_the_gpus_of_its_talkers(
         first = parse_arguments({"artifact": str(path), "talker_devices": "cuda:0", "tp": 2})
         assert ray._num_gpus(str(path), first, None, tp=2) == 2.0, "as many as ranks at least"
         assert ray._num_gpus(str(path), options, elsewhere, tp=2) == elsewhere, "as given"
+        drawing = parse_arguments({"artifact": str(path), "image_devices": "cuda:0,cuda:4", "tp": 2})
+        assert ray._num_gpus(str(path), drawing, None, tp=2, has_talkers=False) == 5.0
+        assert ray._num_gpus(str(path), drawing, None, tp=2, draws=False) == 2.0
     apart = deployments(
         artifact=str(tmp_path),
         speech_artifact=str(tmp_path),

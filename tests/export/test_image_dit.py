@@ -13,6 +13,7 @@ import torch
 from engine_checks import BACKENDS, check_bfloat16, check_engine
 from image_checkpoint import IMAGE_DATA
 from image_sampler import Networks, sample, to_uint8
+from live_memory import LiveMemory
 from safetensors.torch import load_file
 from stage_checks import assert_close, check_sources, graph_of
 from torch import Tensor
@@ -24,10 +25,11 @@ from mingc.export.checks.coverage import check_coverage
 from mingc.export.compile.backend import Backend
 from mingc.export.layers.image_transformer import ImageTransformer
 from mingc.export.layers.image_vae import ImageVae
-from mingc.export.stage import Shard
+from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.image_dit import STAGE, ImageDitConfig
 from mingc.export.stages.image_vae import STAGE as VAE
 from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.runtime.images.memory import ImageMemory
 
 RELEASED = Path(__file__).parents[2] / "benchmarks" / "released-images"
 SINGLE, LOOP = 5e-6, 1e-5  # tests/data/imagegen/README.md §6
@@ -171,6 +173,27 @@ def test_bfloat16_drifts_as_the_official_model_does(
         pixels = to_uint8(rough.decode(final)[0].flatten(4, 5).flatten(2, 3))[0].int()
         off = (pixels - LOOPS[f"{case}.image"].int()).abs().float()
         assert off.mean() < 0.9 and off.max() <= 8
+
+
+def test_a_step_in_bfloat16_takes_no_more_memory_than_is_planned(
+    checkpoint: Checkpoint, config: ImageDitConfig, tmp_path: Path
+) -> None:
+    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "dit")
+    module = load_module(STAGE, config, Shard(), tmp_path / "dit")
+    assert isinstance(module, ImageTransformer)
+    options = StageOptions(dtype=torch.bfloat16)
+    graph = next(each for each in STAGE.graphs(config, Shard(), options) if each.spec.name == "velocity")
+    inputs = graph.example({"B": 2, "N": 1024, "K": 64}, torch.Generator().manual_seed(1))
+    with torch.inference_mode(), LiveMemory() as step:
+        module.velocity(**inputs)
+    memory = ImageMemory(
+        sampler=STAGE.parameters(config, options),
+        vae=VAE.parameters(VAE.config(checkpoint), options),
+        itemsize=inputs["caption"].itemsize,
+        max_samples=2,
+    )
+    planned = memory.step_bytes((512, 512), 1, num_caption=64, num_samples=2, num_frames=1)
+    assert step.peak <= planned <= 2 * step.peak
 
 
 def test_every_graph_runs_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -683,6 +683,7 @@ OPTIONS: dict[str, Change] = {
     "max_waiting": Change(5, ("waiting",)),
     "max_speech_seqs": Change(3, ("slots", "segments that join at once")),
     "talker_devices": Change(("cpu", "cpu", "cpu"), ("talkers",)),
+    "image_devices": Change(("cpu", "cpu"), ("image memory",)),
     "speech_lead": Change(0, ("patches ahead",)),
     "voices_dir": Change("a folder", ("keeps voices",)),
     "max_prefills_per_patch": Change(2, ("segments that join at once",)),
@@ -883,7 +884,10 @@ def test_another_option_gives_another_service(
 ) -> None:
     change = OPTIONS[name]
     value = tmp_path if name == "voices_dir" else change.value
-    check_change(change, describe(manifest(), EngineOptions(**{name: value}), monkeypatch), usual)
+    options = EngineOptions(**{name: value})
+    seen = describe(manifest(), options, monkeypatch, with_pictures=name == "image_devices")
+    check_change(change, seen, usual)
+    assert name != "image_devices" or seen["picture"] == usual["picture"]
 
 
 def test_options_hold_what_they_ask_for(usual: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:

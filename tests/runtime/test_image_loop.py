@@ -25,7 +25,7 @@ STEPS = 3
 class Worker:
     """Remembers its calls; the pixel of a picture is its seed, before its last step plus 100."""
 
-    device = torch.device("cpu")
+    samplers = (SimpleNamespace(device=torch.device("cpu")),)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -42,12 +42,17 @@ class Worker:
 
     def begin(self, prepared: Any, seeds: Sequence[int]) -> Any:
         self._call(f"begin {prepared.drawing} {[*seeds]}")
-        return SimpleNamespace(prepared=prepared, tokens=[*seeds], step=0, is_finished=False)
+        return SimpleNamespace(prepared=prepared, tokens=[*seeds], step=0, num_done=0, is_finished=False)
 
     def step(self, batch: Any) -> None:
-        batch.step += 1
+        """As on a GPU: of what is launched, all but the last is done."""
+        batch.num_done, batch.step = batch.step, batch.step + 1
         batch.is_finished = batch.step == STEPS
         self._call(f"step {batch.step} {batch.prepared.drawing}")
+
+    def wait(self, batch: Any) -> None:
+        batch.num_done = batch.step
+        self._call(f"wait {batch.step} {batch.prepared.drawing}")
 
     def decode(self, batch: Any, index: int) -> Any:
         self._call(f"decode {batch.prepared.drawing}")

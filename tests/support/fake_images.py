@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fake_engines import HIDDEN, make_graph
+from fake_engines import CPU, HIDDEN, make_graph
 from torch import Tensor
 
 from mingc.artifacts.parameters import (
@@ -38,11 +38,15 @@ DIT = ImageDitParameters(
 VAE = ImageVaeParameters(latent_channels=CHANNELS, block_channels=(3, 4, 5, 5))
 
 
-def image_stages() -> dict[str, LoadedStage]:
+def image_stages(device: torch.device = CPU) -> dict[str, LoadedStage]:
     """The four stages, by name."""
+    order, weights_of_place = (
+        torch.arange(1, ROW + 1, device=device),
+        torch.tensor([0.1, 0.2, 0.3], device=device),
+    )
 
     def condition(residual: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
-        return ((residual + delta).sin().sum(1, keepdim=True) * torch.arange(1, ROW + 1),)
+        return ((residual + delta).sin().sum(1, keepdim=True) * order,)
 
     def glyph(ids: Tensor) -> tuple[Tensor, ...]:
         return (ids[..., None].float().sin().expand(*ids.shape, ROW),)
@@ -53,7 +57,7 @@ def image_stages() -> dict[str, LoadedStage]:
     def velocity(
         latents: Tensor, positions: Tensor, is_pad: Tensor, caption: Tensor, time: Tensor
     ) -> tuple[Tensor, ...]:
-        place = (positions.float() @ torch.tensor([0.1, 0.2, 0.3])).sin() + is_pad.float()
+        place = (positions.float() @ weights_of_place).sin() + is_pad.float()
         given = caption.mean((1, 2))[:, None, None] + latents.mean((1, 2))[:, None, None]
         return (latents * 0.3 + place[:, None] + given + time[:, None, None],)
 
@@ -125,7 +129,7 @@ def image_stages() -> dict[str, LoadedStage]:
             ),
         ],
     }
-    queries = torch.arange((1 + QUERIES) * HIDDEN).reshape(-1, HIDDEN).float()
+    queries = torch.arange((1 + QUERIES) * HIDDEN).reshape(-1, HIDDEN).float().to(device)
     weights = {"image_condition": {"queries": queries}}
     return {
         name: LoadedStage(name, {graph.spec.name: graph for graph in found}, weights.get(name, {}))

@@ -36,7 +36,7 @@ from mingc.runtime.service import build_context, builder, devices, speech_builde
 from mingc.runtime.service.build_context import BuildContext, MemoryAccount
 from mingc.runtime.service.builder import _info, open_service
 from mingc.runtime.service.chat_builder import kv_tokens
-from mingc.runtime.service.devices import host_threads, rank_devices, talker_devices
+from mingc.runtime.service.devices import host_threads, image_devices, rank_devices, talker_devices
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
 from mingc.runtime.service.served_stages import find_chat_stages, find_speech_stages, largest_bucket
@@ -372,32 +372,44 @@ def test_each_talker_is_loaded_on_its_device(manifest: Manifest, monkeypatch: py
     }
 
 
+DEVICE_OPTIONS = {"talker_devices": "--talker-device", "image_devices": "--image-device"}
+
+
+@pytest.mark.parametrize("option", DEVICE_OPTIONS)
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (("gpu:1",), "--talker-device gpu:1: is neither cpu nor a GPU; write cuda:0"),
-        (("cuda",), "--talker-device cuda: is neither"),
-        (("cuda:-1",), "--talker-device cuda:-1: is neither"),
-        (("cuda:01",), "--talker-device cuda:01: is neither"),
-        (("CPU",), "--talker-device CPU: is neither"),
-        (("",), "--talker-device : is neither"),
-        (("cuda:1", "cuda:0", "cuda:1"), "--talker-device cuda:1: is named twice"),
+        (("gpu:1",), "gpu:1: is neither cpu nor a GPU; write cuda:0"),
+        (("cuda",), "cuda: is neither"),
+        (("cuda:-1",), "cuda:-1: is neither"),
+        (("cuda:01",), "cuda:01: is neither"),
+        (("CPU",), "CPU: is neither"),
+        (("",), ": is neither"),
+        (("cuda:1", "cuda:0", "cuda:1"), "cuda:1: is named twice"),
     ],
 )
-def test_a_talker_device_that_is_none_is_refused(names: tuple[str, ...], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        EngineOptions(talker_devices=names)
+def test_a_device_that_is_none_is_refused(option: str, names: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"{DEVICE_OPTIONS[option]} {says}"):
+        EngineOptions(**{option: names})  # type: ignore[arg-type]
 
 
-def test_talker_devices_are_those_that_the_engines_run_on(
+def test_more_than_two_devices_for_pictures_are_refused() -> None:
+    EngineOptions(image_devices=("cpu", "cpu"), talker_devices=("cpu", "cpu", "cpu"))
+    with pytest.raises(ConfigError, match="--image-device cpu,cpu,cpu: names more than two devices"):
+        EngineOptions(image_devices=("cpu", "cpu", "cpu"))
+
+
+def test_devices_of_talkers_and_pictures_are_those_that_the_engines_run_on(
     manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(*names: str, device: str = "cpu", has_speech: bool = True) -> list[torch.device]:
         recorded = replace(manifest.fingerprint, device=device, torch="2.11.0")
         if device == "cuda":
             recorded = replace(recorded, capability="9.0")
-        options = EngineOptions(talker_devices=names)
-        return talker_devices(options, recorded, has_speech=has_speech)
+        found = talker_devices(EngineOptions(talker_devices=names), recorded, has_speech=has_speech)
+        if len(names) <= 2 and has_speech:
+            assert found == image_devices(EngineOptions(image_devices=names), recorded, draws=True)
+        return found
 
     capabilities = {0: "9.0", 1: "9.0", 2: "8.0"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
@@ -445,6 +457,11 @@ def test_talker_devices_are_those_that_the_engines_run_on(
         with pytest.raises(kind, match=says) as caught:
             choose()
         assert caught.value.where == "--talker-device" and caught.value.fix
+    with pytest.raises(
+        ConfigError, match="--image-device cpu,cpu: the artifact draws no pictures"
+    ) as undrawn:
+        image_devices(EngineOptions(image_devices=("cpu", "cpu")), manifest.fingerprint, draws=False)
+    assert undrawn.value.where == "--image-device" and undrawn.value.fix
 
 
 @pytest.mark.parametrize(("names", "devices"), [((), ["cpu"]), (("cpu", "cpu"), ["cpu", "cpu"])])

@@ -16,7 +16,9 @@ from fake_images import DIT, QUERIES, VAE, image_stages
 from mingc.errors import RequestError
 from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.glyph import GlyphTokenizer
-from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.engines.base import Graph
+from mingc.runtime.engines.stage_loader import LoadedStage
+from mingc.runtime.images.engines import ImageEngines, ImageSampler
 from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import ImageRequest
@@ -101,6 +103,28 @@ def test_a_batch_has_as_many_pictures_as_fit(
             plan_batch(short, drawing)
         error = refused.value
         assert (error.status, error.code, error.param) == (507, "insufficient_memory", "size")
+
+
+def test_memory_is_planned_for_the_dtype_of_the_networks() -> None:
+    """Weights are no measure of it: angles and scales are float32."""
+    stage = image_stages()["image_dit"]
+    spec = stage["velocity"].spec
+    inputs = (replace(each, dtype="bfloat16") if each.name == "caption" else each for each in spec.inputs)
+    graphs = {**stage.graphs, "velocity": Graph(replace(spec, inputs=tuple(inputs)), {})}
+    rough = LoadedStage("image_dit", graphs, {"angles_0": torch.zeros(4)})
+    found = [ImageSampler(each, DIT, torch.device("cpu")).itemsize for each in (stage, rough)]
+    assert found == [4, 2]
+
+
+def test_two_devices_take_twice_the_pictures_with_guidance() -> None:
+    """Each has one sample of a picture, so that a picture takes half as much of a device."""
+    ask = {"num_caption": 8, "num_frames": 1}
+    shared = replace(MEMORY, num_samplers=2)
+    assert [MEMORY.max_pictures(samples) for samples in (1, 2)] == [8, 4]
+    assert [shared.max_pictures(samples) for samples in (1, 2)] == [8, 8]
+    alone = MEMORY.step_bytes((256, 256), 2, num_samples=2, **ask)
+    assert shared.step_bytes((256, 256), 4, num_samples=2, **ask) == alone
+    assert shared.step_bytes((256, 256), 4, num_samples=1, **ask) == alone
 
 
 def test_a_reference_does_not_count_in_a_dynamic_shift() -> None:

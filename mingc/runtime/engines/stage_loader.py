@@ -101,12 +101,15 @@ def load_stage(
     *,
     rank: int = 0,
     only_first: bool = False,
+    copied: Mapping[str, torch.Tensor] | None = None,
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> LoadedStage:
     """Load every engine of stage `name` and bind the weights of `rank`; `phase` times both parts.
 
     With `only_first`, every graph gets the weights of its first layer instance alone: enough to run every engine, in
     little of a decoder's memory. Do not call `LoadedStage.layer_instances` then.
+
+    `copied`: the stage's weights on another device, which are copied from there instead of being read.
 
     Raises: IntegrityError when the weights cannot be read; ArtifactError when the artifact lacks the stage, or an
     engine needs a weight that is missing.
@@ -122,7 +125,10 @@ def load_stage(
         if only_first
     }
     with phase("weights to the device (CPU: map)"):
-        weights = _read_weights(artifact, record, device, rank, left_out)
+        if copied is None:
+            weights = _read_weights(artifact, record, device, rank, left_out)
+        else:
+            weights = {name: value.to(device) for name, value in copied.items()}
     graphs = {}
     files: dict[str, Engine] = {}
     with phase("load engines"):

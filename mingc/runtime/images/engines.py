@@ -13,8 +13,51 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
 from mingc.dtypes import torch_dtype
+from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.images.tokens import TokenLayout, padded
+
+
+class ImageSampler:
+    """Calls the sampler's graphs on one device.
+
+    Attributes:
+        itemsize: bytes of a value of its networks.
+    """
+
+    def __init__(self, stage: LoadedStage, parameters: ImageDitParameters, device: torch.device) -> None:
+        self.device = device
+        self._token_multiple = parameters.token_multiple
+        self._caption, self._velocity = stage["caption"], stage["velocity"]
+        self.itemsize = torch_dtype(self._velocity.spec.input("caption").dtype).itemsize
+
+    @property
+    def max_batch(self) -> int:
+        """Samples in a call of `velocity` at most; with guidance each picture has two."""
+        return self._velocity.spec.dim("B").maximum
+
+    def caption(self, rows: Tensor) -> Tensor:
+        """Rows (n, C) float32 of one caption → its tokens (K, width), ready for all steps."""
+        count, width = rows.shape
+        length = padded(count, self._token_multiple)
+        given = torch.zeros(1, length, width, device=self.device)
+        given[0, :count] = rows
+        is_pad = torch.arange(length, device=self.device) >= count
+        return self._caption.run(rows=given, is_pad=is_pad)["caption"][0]
+
+    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+        """The network's output (B, N, 64) float32 for tokens (B, N, 64) float32 and captions (B, K, width).
+
+        All arguments are on the device.
+        """
+        with current_device(self.device):  # an engine runs on the current stream of the current device
+            return self._velocity.run(
+                latents=tokens,
+                positions=layout.positions,
+                is_pad=layout.is_pad,
+                caption=caption,
+                time=torch.full((len(tokens),), time, device=self.device),
+            )["velocity"]
 
 
 class ImageEngines:
@@ -22,9 +65,6 @@ class ImageEngines:
 
     Args:
         condition, glyph, sampler, decoder: the stages (`StageGraph.image_path`).
-
-    Attributes:
-        itemsize: bytes of a value of the sampler's networks.
     """
 
     def __init__(
@@ -42,14 +82,8 @@ class ImageEngines:
         self._condition = condition["condition"]
         self._rows_dtype = torch_dtype(self._condition.spec.input("residual").dtype)
         self._glyph = None if glyph is None else glyph["encode"]
-        self._caption, self._velocity = sampler["caption"], sampler["velocity"]
+        self.sampler = ImageSampler(sampler, parameters, device)
         self._decode, self._encode = decoder["decode"], decoder["encode"]
-        self.itemsize = max(each.itemsize for each in sampler.weights.values()) if sampler.weights else 4
-
-    @property
-    def max_batch(self) -> int:
-        """Samples in a call of `velocity` at most; with guidance each picture has two."""
-        return self._velocity.spec.dim("B").maximum
 
     def condition(self, residual: Tensor, delta: Tensor) -> Tensor:
         """Hidden rows of the queries (Q, D) → rows (Q, C) float32."""
@@ -62,28 +96,6 @@ class ImageEngines:
         batch = torch.zeros(self._glyph.bucket("B", 1), len(ids), dtype=torch.int64)
         batch[0] = torch.from_numpy(ids)
         return self._glyph.run(ids=batch.to(self.device))["rows"][0]
-
-    def caption(self, rows: Tensor) -> Tensor:
-        """Rows (n, C) float32 of one caption → its tokens (K, width), ready for all steps."""
-        count, width = rows.shape
-        length = padded(count, self.parameters.token_multiple)
-        given = torch.zeros(1, length, width, device=self.device)
-        given[0, :count] = rows
-        is_pad = torch.arange(length, device=self.device) >= count
-        return self._caption.run(rows=given, is_pad=is_pad)["caption"][0]
-
-    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-        """The network's output (B, N, 64) float32 for tokens (B, N, 64) float32 and captions (B, K, width).
-
-        `layout`: on the device.
-        """
-        return self._velocity.run(
-            latents=tokens,
-            positions=layout.positions,
-            is_pad=layout.is_pad,
-            caption=caption,
-            time=torch.full((len(tokens),), time, device=self.device),
-        )["velocity"]
 
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (channels, h, w) float32 → (3, 8h, 8w) float32, about -1 to 1."""

@@ -1,6 +1,6 @@
 """Image loop: a thread that draws the pictures of all requests, one step of one batch at a time.
 
-Its stream has the lowest priority, so that chats and speech overtake it on the device. A batch runs to its end; then
+Its streams have the lowest priority, so that chats and speech overtake it on each device. A batch runs to its end; then
 the requests take turns.
 """
 
@@ -17,7 +17,6 @@ import torch
 from mingc.errors import CapacityError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines import stream_priority
-from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.images.schedule import partial_steps
 from mingc.runtime.images.worker import Batch, Drawing, ImageWorker, PreparedDrawing
 from mingc.runtime.request import ImageDone, ImageProgress, PartialImage, Recorder
@@ -135,12 +134,16 @@ class ImageLoop(EngineThread):
         self.post(lambda: self._remove(job))
 
     def _run(self) -> None:
-        device = self.worker.device
         with ExitStack() as stack:
-            stack.enter_context(current_device(device))
-            if device.type == "cuda":
-                stream = torch.cuda.Stream(device, priority=stream_priority.DRAWING)  # type: ignore[no-untyped-call]
-                stack.enter_context(torch.cuda.stream(stream))
+            for sampler in reversed(
+                self.worker.samplers
+            ):  # the last stream entered, of the first, is the current one
+                if (device := sampler.device).type == "cuda":
+                    stream = torch.cuda.Stream(device, priority=stream_priority.DRAWING)  # type: ignore[no-untyped-call]
+                    stream.wait_stream(
+                        torch.cuda.current_stream(device)
+                    )  # the weights are being copied there
+                    stack.enter_context(torch.cuda.stream(stream))
             super()._run()
 
     def _step(self) -> bool:
@@ -184,13 +187,16 @@ class ImageLoop(EngineThread):
             self._running = _Running(id, job, first, batch, steps)
 
     def _advance(self, running: _Running) -> None:
-        """Run a step, and send what it completes."""
-        batch, job = running.batch, running.job
+        """Launch a step, and send what is complete."""
+        batch, job, before = running.batch, running.job, running.batch.num_done
         self.worker.step(batch)
         self.num_steps += 1
+        if batch.is_finished or batch.step in running.partials:
+            self.worker.wait(batch)
         indices = range(running.first, running.first + running.num_pictures)
-        for index in indices:
-            job.emit(ImageProgress(index=index, step=batch.step, num_steps=batch.prepared.num_steps))
+        for step in range(before + 1, batch.num_done + 1):
+            for index in indices:
+                job.emit(ImageProgress(index=index, step=step, num_steps=batch.prepared.num_steps))
         if batch.step in running.partials:
             number = running.partials.index(batch.step)
             height, width = job.asked

@@ -24,13 +24,23 @@ class ImageMemory:
 
     Attributes:
         itemsize: bytes of a value of the networks.
-        max_samples: of a batch; with guidance each picture has two.
+        max_samples: of a call; with guidance each picture has two.
+        num_samplers: 2: each computes one of the two, on a device of its own, so that all figures are of a device.
     """
 
     sampler: ImageDitParameters
     vae: ImageVaeParameters
     itemsize: int
     max_samples: int
+    num_samplers: int = 1
+
+    def max_pictures(self, num_samples: int) -> int:
+        """Pictures in a batch at most."""
+        return self.max_samples // self._samples_of_call(num_samples)
+
+    def _samples_of_call(self, num_samples: int) -> int:
+        """Samples of a picture that one sampler computes."""
+        return 1 if self.num_samplers == 2 else num_samples
 
     def num_tokens(self, size: Size) -> int:
         """Tokens of a picture of `size`."""
@@ -54,7 +64,7 @@ class ImageMemory:
     ) -> int:
         """For a step. Arguments: as of `batch_bytes`."""
         tokens = padded(num_frames * self.num_tokens(size), self.sampler.token_multiple)
-        rows = num_pictures * num_samples * (tokens + num_caption)
+        rows = num_pictures * self._samples_of_call(num_samples) * (tokens + num_caption)
         hidden, wide = self.sampler.hidden_size, self.sampler.feed_forward_size
         row_bytes = (_HIDDEN * hidden + _WIDE * wide) * self.itemsize + _FLOATS * hidden * _FLOAT
         return rows * row_bytes

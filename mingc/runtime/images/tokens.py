@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ class TokenLayout:
     num_noisy: int
     positions: Tensor
     is_pad: Tensor
+
+    def to(self, device: torch.device) -> TokenLayout:
+        """The same on `device`."""
+        return replace(self, positions=self.positions.to(device), is_pad=self.is_pad.to(device))
 
 
 def token_layout(

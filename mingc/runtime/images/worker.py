@@ -1,13 +1,18 @@
-"""Image worker: draws batches of pictures on one device, one step of the sampler at a time.
+"""Image worker: draws batches of pictures, one step of the sampler at a time.
 
 A batch has pictures of one request: they share size, steps, guidance and caption, and each has its own noise. What
-runs beside a batch decides nothing in it, so a seed gives the same pictures at any load.
+runs beside a batch decides nothing in it, so a seed gives the same pictures at any load. With guidance, a second device
+may compute the negative samples of every step.
+
+Copies between two devices are ordered with the current streams of both, so a caller may set those as it likes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -17,7 +22,7 @@ from torch import Tensor
 from mingc.errors import WorkerError
 from mingc.prompts.picture_sizes import Size
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
-from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.images.engines import ImageEngines, ImageSampler
 from mingc.runtime.images.schedule import noise_levels, num_evaluations
 from mingc.runtime.images.tokens import TokenLayout, start_noise, to_latents, to_tokens, token_layout
 
@@ -86,37 +91,80 @@ class PreparedDrawing:
         return num_evaluations(self.levels)
 
 
+class _Part:
+    """The samples of a batch that one sampler computes.
+
+    Args:
+        captions: (samples of a picture, K, width).
+        tokens: (B, n, 64) of the pictures.
+    """
+
+    def __init__(
+        self, sampler: ImageSampler, prepared: PreparedDrawing, captions: Tensor, tokens: Tensor
+    ) -> None:
+        self._sampler, device = sampler, sampler.device
+        self._layout = prepared.layout.to(device)
+        self._captions = captions.to(device).repeat_interleave(len(tokens), 0)
+        self._inputs = torch.zeros(
+            len(captions), len(tokens), len(self._layout.is_pad), tokens.shape[2], device=device
+        )
+        if prepared.reference is not None:
+            first = self._layout.num_noisy
+            self._inputs[:, :, first : first + len(prepared.reference)].copy_(prepared.reference)
+
+    def velocity(self, tokens: Tensor, time: float) -> Tensor:
+        """Launch a step of `tokens` → (samples, B, n, 64), on the part's device."""
+        num_noisy = self._layout.num_noisy
+        self._inputs[:, :, :num_noisy].copy_(tokens)
+        made = self._sampler.velocity(self._inputs.flatten(0, 1), self._captions, self._layout, time)
+        return made.view(self._inputs.shape)[:, :, :num_noisy]
+
+
 class Batch:
     """Pictures that are drawn together.
 
     Attributes:
-        step: steps that are done.
-        tokens: (B, n, 64) float32, the noisy pictures.
+        step, num_done: steps that are launched, and that are known to be done.
+        tokens: (B, n, 64) float32, the noisy pictures after `step` steps.
         velocity: (B, n, 64), guided, of the last step.
+        parts: each computes as many samples of a picture.
+        checks: whether the tokens after each step that is not known to be done are finite.
     """
 
-    def __init__(self, prepared: PreparedDrawing, tokens: Tensor) -> None:
+    def __init__(self, prepared: PreparedDrawing, tokens: Tensor, samplers: Sequence[ImageSampler]) -> None:
         self.prepared = prepared
         self.tokens = tokens
         self.velocity = torch.zeros_like(tokens)
         self.step = 0
-        samples, num_noisy = prepared.drawing.num_samples, tokens.shape[1]
-        self.captions = prepared.captions.repeat_interleave(len(tokens), 0)
-        self.inputs = tokens.new_zeros(samples * len(tokens), len(prepared.layout.is_pad), tokens.shape[2])
-        if prepared.reference is not None:
-            self.inputs[:, num_noisy : num_noisy + len(prepared.reference)] = prepared.reference
+        captions = prepared.captions.chunk(len(samplers))
+        self.parts = [_Part(*each, tokens) for each in zip(samplers, repeat(prepared), captions)]
+        self.checks: deque[AsyncHostCopy] = deque()
+
+    @property
+    def num_done(self) -> int:
+        return self.step - len(self.checks)
 
     @property
     def is_finished(self) -> bool:
+        """Whether no step is left to launch."""
         return self.step == self.prepared.num_steps
 
 
 class ImageWorker:
-    """Prepares drawings, begins batches, runs their steps and decodes their pictures; the caller decides when."""
+    """Prepares drawings, begins batches, runs their steps and decodes their pictures; the caller decides when.
 
-    def __init__(self, engines: ImageEngines) -> None:
+    Args:
+        second: computes the negative samples, on a device of its own; None: `engines` compute all.
+
+    Attributes:
+        device: all but negative samples are computed there.
+        samplers: of `engines`, and `second`.
+    """
+
+    def __init__(self, engines: ImageEngines, second: ImageSampler | None = None) -> None:
         self.engines = engines
         self.device = engines.device
+        self.samplers = (engines.sampler,) if second is None else (engines.sampler, second)
 
     @torch.inference_mode()
     def prepare(self, drawing: Drawing) -> PreparedDrawing:
@@ -127,7 +175,7 @@ class ImageWorker:
             captions.append(
                 torch.zeros_like(captions[0]) if negative is None else self._caption_rows(negative)
             )
-        embedded = torch.stack([self.engines.caption(rows) for rows in captions])
+        embedded = torch.stack([self.engines.sampler.caption(rows) for rows in captions])
         parameters, scale = self.engines.parameters, self.engines.vae.scale
         latents = (drawing.size[0] // scale, drawing.size[1] // scale)
         layout = token_layout(parameters, latents, drawing.num_frames, embedded.shape[1])
@@ -135,9 +183,7 @@ class ImageWorker:
             drawing=drawing,
             captions=embedded,
             reference=None if drawing.reference is None else self._encode(drawing.reference),
-            layout=replace(
-                layout, positions=layout.positions.to(self.device), is_pad=layout.is_pad.to(self.device)
-            ),
+            layout=layout.to(self.device),
             levels=noise_levels(parameters, drawing.num_steps, layout.num_noisy),
         )
 
@@ -147,28 +193,40 @@ class ImageWorker:
         parameters = self.engines.parameters
         shape = (parameters.latent_channels, *self._latent_size(prepared.drawing))
         noise = torch.stack([start_noise(seed, shape) for seed in seeds])
-        return Batch(prepared, to_tokens(noise, parameters.patch_size).to(self.device))
+        tokens = to_tokens(noise, parameters.patch_size).to(self.device)
+        return Batch(prepared, tokens, self.samplers[: prepared.drawing.num_samples])
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> None:
-        """Run the next step and wait for it. Raises: WorkerError when its result is not finite."""
+        """Launch the next step, and wait for the one before: a device always has a step to run.
+
+        Raises: WorkerError when the result of a step that is done is not finite.
+        """
         prepared, guidance = batch.prepared, batch.prepared.drawing.guidance
         level, after = prepared.levels[batch.step : batch.step + 2]
-        num_noisy = batch.tokens.shape[1]
-        samples = batch.inputs.view(-1, *batch.tokens.shape[:1], *batch.inputs.shape[1:])
-        samples[:, :, :num_noisy] = batch.tokens
         steps = np.float32(self.engines.parameters.num_train_steps)
-        time = (steps - steps * level) / steps  # rounded as in the reference
-        found = self.engines.velocity(batch.inputs, batch.captions, prepared.layout, float(time))
-        velocity = found[:, :num_noisy]
-        if prepared.drawing.num_samples == 2:
-            positive, negative = velocity.view(2, *batch.tokens.shape).unbind()
+        time = float((steps - steps * level) / steps)  # rounded as in the reference
+        parts = [part.velocity(batch.tokens, time) for part in batch.parts]
+        samples = torch.cat([each.to(self.device) for each in parts])
+        velocity = samples[0]
+        if len(samples) == 2:
+            positive, negative = samples
             velocity = positive + guidance * (positive - negative)
         batch.velocity = velocity
         batch.tokens = batch.tokens - float(after - level) * velocity
         batch.step += 1
-        if not AsyncHostCopy(batch.tokens.isfinite().all()).wait()[0]:
-            raise WorkerError("the model's latents are not finite", where="image_dit")
+        batch.checks.append(AsyncHostCopy(batch.tokens.isfinite().all()))
+        self._check(batch, num_left=1)
+
+    def wait(self, batch: Batch) -> None:
+        """Wait for all launched steps. Raises: as of `step`."""
+        self._check(batch, num_left=0)
+
+    def _check(self, batch: Batch, *, num_left: int) -> None:
+        """Check the steps that are done, of which at most `num_left` launched ones may be none."""
+        while batch.checks and (len(batch.checks) > num_left or batch.checks[0].is_ready):
+            if not batch.checks.popleft().wait()[0]:
+                raise WorkerError("the model's latents are not finite", where="image_dit")
 
     @torch.inference_mode()
     def latents(self, batch: Batch, index: int) -> NDArray[np.float32]:

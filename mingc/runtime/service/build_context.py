@@ -81,8 +81,11 @@ class BuildContext:
     def manifest(self) -> Manifest:
         return self.artifact.manifest
 
-    def load(self, stage: str, device: torch.device) -> LoadedStage:
-        """Load `stage` on `device` and count its weights."""
-        loaded = load_stage(self.artifact, stage, device, phase=partial(self.clock.phase, stage=stage))
+    def load(
+        self, stage: str, device: torch.device, *, copied: Mapping[str, torch.Tensor] | None = None
+    ) -> LoadedStage:
+        """Load `stage` on `device` and count its weights. `copied`: as of `load_stage`."""
+        phase = partial(self.clock.phase, stage=stage)
+        loaded = load_stage(self.artifact, stage, device, copied=copied, phase=phase)
         self.memory.add(device, f"{stage}_weights", loaded.weight_bytes)
         return loaded

@@ -17,7 +17,13 @@ from mingc.runtime.engines.backends import check_loadable
 from mingc.runtime.request import ServiceInfo
 from mingc.runtime.service.build_context import BuildContext, free_bytes
 from mingc.runtime.service.chat_builder import build_chat
-from mingc.runtime.service.devices import host_threads, rank_devices, start_device, talker_devices
+from mingc.runtime.service.devices import (
+    host_threads,
+    image_devices,
+    rank_devices,
+    start_device,
+    talker_devices,
+)
 from mingc.runtime.service.image_builder import build_images
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
@@ -63,6 +69,7 @@ def open_service(
         ]
         check_loadable(artifact, names)
         own_talker_devices = talker_devices(options, recorded, has_speech=speech_stages is not None)
+        own_image_devices = image_devices(options, recorded, draws=image_stages is not None)
     if options.check_hashes:
         with clock.phase("compare hashes"):
             check_hashes(artifact)
@@ -82,9 +89,10 @@ def open_service(
     if threads is not None:
         torch.set_num_threads(threads)
     devices = rank_devices(recorded.device, recorded.world_size)
-    for_talkers = own_talker_devices or devices[:1]
+    for_talkers, for_images = own_talker_devices or devices[:1], own_image_devices or devices[:1]
     # Other ranks run in other processes; without a thinker only the talkers use devices.
-    own_devices = [*dict.fromkeys((*(devices[:1] if chat_stages is not None else ()), *for_talkers))]
+    for_chat = () if chat_stages is None else devices[:1]
+    own_devices = [*dict.fromkeys((*for_chat, *for_talkers, *(for_images if image_stages else ())))]
     for device in own_devices if recorded.device == "cuda" else ():
         with clock.phase("start the device"):
             start_device(device)
@@ -117,10 +125,10 @@ def open_service(
             if speech is None and (chat_stages is None or not chat_stages.ports):
                 media.close()
         if image_stages is not None:
-            images = build_images(context, image_stages, devices[0])
+            images = build_images(context, image_stages, for_images, devices)
         if chat_stages is not None:
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
-                reserved = 0 if images is None else images.num_bytes
+                reserved = 0 if images is None or not {*for_images} & {*devices} else images.num_bytes
                 ranks, chat = build_chat(context, chat_stages, devices, media, reserved_bytes=reserved)
         # Asking for the memory of another rank's device creates a CUDA context there, unless `kv_tokens` has done so.
         has_measured = chat is not None and options.max_total_tokens is None

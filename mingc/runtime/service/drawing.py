@@ -37,7 +37,7 @@ class ImagePipeline:
     """The parts that draw behind the thinker.
 
     Attributes:
-        num_bytes: what a batch may take.
+        num_bytes: what a batch may take of each device.
         num_queries, queries: of each scale, and the learned rows (Q, D) of all, on the thinker's device.
         glyphs: None: the artifact encodes no text that a picture is to show.
     """
@@ -158,7 +158,7 @@ def plan_batch(pipeline: ImagePipeline, drawing: Drawing) -> int:
         num_samples=drawing.num_samples,
         num_frames=drawing.num_frames,
     )
-    fit, most = 0, pipeline.memory.max_samples // drawing.num_samples
+    fit, most = 0, pipeline.memory.max_pictures(drawing.num_samples)
     while fit < most and needs(fit + 1) <= pipeline.num_bytes:
         fit += 1
     if fit:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,7 +11,8 @@ from mingc.errors import ArtifactError
 from mingc.host.machine import free_memory_bytes
 from mingc.prompts.glyph import GlyphTokenizer
 from mingc.prompts.picture_sizes import RESOLUTIONS, sizes
-from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.engines.cuda_graphs import current_device
+from mingc.runtime.images.engines import ImageEngines, ImageSampler
 from mingc.runtime.images.loop import ImageLoop
 from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.tokens import padded
@@ -23,43 +25,63 @@ _LARGEST_PICTURES = 2  # drawing may take as much as so many of the largest pict
 _HOST_SHARE = 0.5  # of the free memory of a host
 
 
-def build_images(context: BuildContext, stages: ImageStages, device: torch.device) -> ImagePipeline:
-    """Load the stages on `device`, that of the thinker's first rank.
+def build_images(
+    context: BuildContext,
+    stages: ImageStages,
+    devices: Sequence[torch.device],
+    ranks: Sequence[torch.device],
+) -> ImagePipeline:
+    """Load the stages on the first of `devices`, and the sampler once more on a second one. `ranks`: of the thinker.
 
     Raises: ArtifactError when they do not fit each other.
     """
-    condition, sampler, decoder = (
-        context.load(name, device) for name in (stages.condition, stages.sampler, stages.decoder)
-    )
+    device = devices[0]
+    samplers: list[ImageSampler] = []
+    with current_device(device):
+        condition, decoder = (context.load(name, device) for name in (stages.condition, stages.decoder))
+        glyph = None if stages.glyph is None else context.load(stages.glyph, device)
+        sampler = context.load(stages.sampler, device)
     problem = next(_mismatches(stages, len(condition.weights["queries"])), None)
     if problem is not None:
         raise ArtifactError(problem, where="manifest.json", fix="export again")
     engines = ImageEngines(
-        condition,
-        None if stages.glyph is None else context.load(stages.glyph, device),
-        sampler,
-        decoder,
-        parameters=stages.dit,
-        vae=stages.vae,
-        device=device,
+        condition, glyph, sampler, decoder, parameters=stages.dit, vae=stages.vae, device=device
     )
+    for other in devices[1:]:
+        with current_device(other):
+            copy = context.load(stages.sampler, other, copied=sampler.weights)
+        samplers.append(ImageSampler(copy, stages.dit, other))
+    worker = ImageWorker(engines, *samplers)
     memory = ImageMemory(
-        sampler=stages.dit, vae=stages.vae, itemsize=engines.itemsize, max_samples=engines.max_batch
+        sampler=stages.dit,
+        vae=stages.vae,
+        itemsize=engines.sampler.itemsize,
+        max_samples=engines.sampler.max_batch,
+        num_samplers=len(worker.samplers),
     )
-    num_bytes = memory.most_bytes(_LARGEST_PICTURES, _most_rows(stages))
-    if device.type == "cpu":
-        num_bytes = min(num_bytes, int(free_memory_bytes() * _HOST_SHARE))
-    context.memory.add(device, "image_workspace", num_bytes)
+    most = memory.most_bytes(_LARGEST_PICTURES, _most_rows(stages))
+    num_bytes = int(min(most, *(_free_bytes(each, len(devices), ranks) for each in devices)))
+    for each in devices:
+        context.memory.add(each, "image_workspace", num_bytes)
     return ImagePipeline(
-        loop=ImageLoop(ImageWorker(engines), max_waiting=context.options.max_waiting),
+        loop=ImageLoop(worker, max_waiting=context.options.max_waiting),
         memory=memory,
         num_bytes=num_bytes,
         num_queries=stages.queries.num_queries,
-        queries=condition.weights["queries"],
+        queries=condition.weights["queries"].to(ranks[0]),
         glyphs=None
         if stages.glyphs is None
         else GlyphTokenizer(stages.glyphs.added_tokens, stages.glyphs.max_length),
     )
+
+
+def _free_bytes(device: torch.device, num_devices: int, ranks: Sequence[torch.device]) -> float:
+    """Bytes of `device` that batches may take at most, after everything else but KV pages is there."""
+    if device.type == "cpu":
+        return int(free_memory_bytes() * _HOST_SHARE) // num_devices  # all are the host
+    if device in ranks:
+        return math.inf  # KV pages leave it free
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _most_rows(stages: ImageStages) -> int:

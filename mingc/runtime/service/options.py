@@ -56,6 +56,11 @@ class EngineOptions:
         (), "--talker-device", group="Speech", metavar="DEVICE,…", shown_default="the first device of the thinker",
         help="Device of each talker, such as cuda:2,cuda:3; one talker speaks each answer.",
     )  # fmt: skip
+    image_devices: tuple[str, ...] = option(
+        (), "--image-device", group="Model", metavar="DEVICE,…", shown_default="the first device of the thinker",
+        help="Device that draws pictures, such as cuda:0; with a second one, such as cuda:0,cuda:1, each computes one "
+        "half of the guidance.",
+    )  # fmt: skip
     speech_lead: int = option(
         3, "--speech-lead", least=0, most=10**6, group="Speech",
         help="Patches of 0.32 s that streamed speech may be ahead of its playback; 0: no limit. A request may have its "
@@ -130,13 +135,14 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         problems = []
-        for name in self.talker_devices:
-            if not _DEVICE.fullmatch(name):
-                problems.append(
-                    f"--talker-device {name}: is neither cpu nor a GPU; write cuda:0 for the first"
-                )
-            elif name != "cpu" and self.talker_devices.count(name) > 1:
-                problems.append(f"--talker-device {name}: is named twice; name each GPU once")
+        for flag, names in (("--talker-device", self.talker_devices), ("--image-device", self.image_devices)):
+            for name in names:
+                if not _DEVICE.fullmatch(name):
+                    problems.append(f"{flag} {name}: is neither cpu nor a GPU; write cuda:0 for the first")
+                elif name != "cpu" and names.count(name) > 1:
+                    problems.append(f"{flag} {name}: is named twice; name each GPU once")
+        if len(self.image_devices) > 2:
+            problems.append(f"--image-device {','.join(self.image_devices)}: names more than two devices")
         for name in self.served_model_names:
             if not name.strip():
                 problems.append("--served-model-name: is empty")
