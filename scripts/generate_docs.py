@@ -211,12 +211,13 @@ def _field_rows() -> list[str]:
     routes: dict[tuple[str, str], list[str]] = {}  # by the field as it is shown, and what becomes of it
     for path, methods in document["paths"].items():
         for body in (each["requestBody"] for each in methods.values() if "requestBody" in each):
-            ((schema,),) = (content["schema"].values() for content in body["content"].values())
             if path == "/tokenize":
                 continue  # has the fields of a chat
-            for name, each in document["components"]["schemas"][schema.rpartition("/")[2]][
-                "properties"
-            ].items():
+            fields: dict[str, dict[str, str]] = {}
+            for content in body["content"].values():
+                name = content["schema"]["$ref"].rpartition("/")[2]
+                fields |= document["components"]["schemas"][name]["properties"]
+            for name, each in fields.items():
                 said = each.get("description", "")
                 refusal = re.fullmatch(r"Refused(?:, except (.*?))?: (.*)\.", said)
                 but = f" ({refusal[1]})" if refusal and refusal[1] else ""
