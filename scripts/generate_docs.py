@@ -211,12 +211,13 @@ def _field_rows() -> list[str]:
     routes: dict[tuple[str, str], list[str]] = {}  # by the field as it is shown, and what becomes of it
     for path, methods in document["paths"].items():
         for body in (each["requestBody"] for each in methods.values() if "requestBody" in each):
-            ((schema,),) = (content["schema"].values() for content in body["content"].values())
             if path == "/tokenize":
                 continue  # has the fields of a chat
-            for name, each in document["components"]["schemas"][schema.rpartition("/")[2]][
-                "properties"
-            ].items():
+            fields: dict[str, dict[str, str]] = {}
+            for content in body["content"].values():
+                name = content["schema"]["$ref"].rpartition("/")[2]
+                fields |= document["components"]["schemas"][name]["properties"]
+            for name, each in fields.items():
                 said = each.get("description", "")
                 refusal = re.fullmatch(r"Refused(?:, except (.*?))?: (.*)\.", said)
                 but = f" ({refusal[1]})" if refusal and refusal[1] else ""
@@ -284,7 +285,8 @@ def _figure(file: str, name: str, **labels: Any) -> dict[str, Any]:
     return found
 
 
-_STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae")
+_IMAGE_STAGES = ("image_condition", "glyph", "image_dit", "image_vae")
+_STAGES = ("vision_encoder", "audio_encoder", "thinker", "talker", "cfm", "audio_vae", *_IMAGE_STAGES)
 # Backend `aoti` on a GPU: prefix of the result files that measure the engines of these stages.
 _ON_GPU = {
     "encoders-h200": ("vision_encoder", "audio_encoder"),
@@ -305,14 +307,21 @@ def _figures(path: Path) -> list[dict[str, Any]]:
 
 def _support_rows() -> list[str]:
     """Results of each backend, one row per stage."""
-    tiny = _figures(ROOT / "benchmarks" / "results" / "backends-cpu.json")
+    tiny = [
+        *_figures(ROOT / "benchmarks" / "results" / "backends-cpu.json"),
+        *(
+            row
+            for row in _figures(_latest("backends-images-cpu"))
+            if _stage_of(row["graph"]) in _IMAGE_STAGES
+        ),
+    ]
     released, built = _figures(_latest("backends-released-cpu")), _figures(_latest("rtx-builds-cpu"))
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
             each["error"]
             for row in rows
-            if _is_of(stage, row["graph"])
+            if _stage_of(row["graph"]) == stage
             for each in row["engines"]
             if each["backend"] == backend and "error" in each
         ]
@@ -324,13 +333,15 @@ def _support_rows() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for stage in _STAGES:
-        gpu = next(_latest(start).name for start, stages in _ON_GPU.items() if stage in stages)
+        gpus = [_latest(start).name for start, stages in _ON_GPU.items() if stage in stages]
         cards = {
-            each["case"] for each in built if each.get("name") == "build_s" and _is_of(stage, each["case"])
+            each["case"]
+            for each in built
+            if each.get("name") == "build_s" and _stage_of(each["case"]) == stage
         }
         cells = (
             f"`{stage}`",
-            f"measured (`{gpu}`)",
+            f"measured (`{gpus[0]}`)" if gpus else "–",
             errors(stage, "aoti", tiny),
             errors(stage, "aoti", released),
             errors(stage, "onnx", tiny),
@@ -343,8 +354,8 @@ def _support_rows() -> list[str]:
     return lines
 
 
-def _is_of(stage: str, graph: str) -> bool:
-    return graph.partition(".")[0] == stage
+def _stage_of(graph: str) -> str:
+    return graph.partition(".")[0]
 
 
 def _on_h100(stage: str, backend: str) -> str:
@@ -363,8 +374,10 @@ def _on_h100(stage: str, backend: str) -> str:
         and each["case"].startswith("released")
         and each.get("refused") != "out of time"
     }
-    run = sorted(each.partition(".")[2] for each in has_run if _is_of(stage, each) and has_run[each])
-    crashed = sorted(each.partition(".")[2] for each in has_run if _is_of(stage, each) and not has_run[each])
+    run = sorted(each.partition(".")[2] for each in has_run if _stage_of(each) == stage and has_run[each])
+    crashed = sorted(
+        each.partition(".")[2] for each in has_run if _stage_of(each) == stage and not has_run[each]
+    )
     found = [
         *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
         *([f"{', '.join(f'`{each}`' for each in crashed)} crashed"] if crashed else []),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 _ASPECT = re.compile(r"([1-9][0-9]{0,4}):([1-9][0-9]{0,4})")
+_PROMPT, _REFERENCE = "PROMPT", "--reference"
 _FORMATS: dict[str, PictureFormat] = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
 
@@ -79,7 +80,7 @@ def command(
     from mingc.console.report import show
     from mingc.console.report_page import check_output_path
     from mingc.prompts.conversation import Message, TextPart
-    from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, nearest_size, resolution_of
+    from mingc.prompts.picture_sizes import DEFAULT_RESOLUTION, MAX_ASPECT, nearest_size, resolution_of
     from mingc.runtime.request import ImageRequest
     from mingc.runtime.service.drawing import check_request
     from mingc.server.picture_format import PictureSpec, encode_picture
@@ -93,11 +94,17 @@ def command(
         )
     check_output_path(output, "--output")
     if not prompt.strip():
-        raise ConfigError("the prompt is empty", where="PROMPT", fix="say what to draw")
+        raise ConfigError("the prompt is empty", where=_PROMPT, fix="say what to draw")
     if size is not None and aspect is not None:
         raise ConfigError("--size and --aspect exclude each other", where="--aspect", fix="leave one out")
     asked = None if size is None else _numbers(_SIZE, size, "--size", "1024x1024")
     ratio = None if aspect is None else _numbers(_ASPECT, aspect, "--aspect", "16:9")
+    if ratio is not None and max(ratio) > MAX_ASPECT * min(ratio):
+        raise ConfigError(
+            f"the model draws no pictures of {aspect}",
+            where="--aspect",
+            fix=f"pass a shape from 1:{MAX_ASPECT} to {MAX_ASPECT}:1",
+        )
     resolution = DEFAULT_RESOLUTION
     if asked is not None:
         found = resolution_of((asked[1], asked[0]))
@@ -122,16 +129,19 @@ def command(
         guidance=guidance,
         negative_prompt=negative_prompt,
         reference=part,
+        where=_PROMPT,
     )
+    log = step_logger("draw")
     try:
         check_request(request)
+        picture = asyncio.run(_draw(artifact, request, log))
     except RequestError as error:
-        option_name = f"--{(error.param or '').replace('_', '-')}"
+        param = error.param or ""
         raise ConfigError(
-            error.message, where=option_name, fix=error.fix or "see mingc draw --help"
+            error.message,
+            where=param if param in (_PROMPT, _REFERENCE) else f"--{param.replace('_', '-')}",
+            fix=error.fix or "see mingc draw --help",
         ) from error
-    log = step_logger("draw")
-    picture = asyncio.run(_draw(artifact, request, log))
     data = encode_picture(
         picture.pixels, (picture.height, picture.width), PictureSpec(format=_FORMATS[suffix])
     )
@@ -178,8 +188,8 @@ def _reference(file: Path) -> MediaPart:
     from mingc.prompts.conversation import MediaPart
 
     try:
-        return MediaPart(kind="image", data=file.read_bytes(), where="--reference")
+        return MediaPart(kind="image", data=file.read_bytes(), where=_REFERENCE)
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read: {error.strerror}", where="--reference", fix="name a picture"
+            f"{file} cannot be read: {error.strerror}", where=_REFERENCE, fix="name a picture"
         ) from error

@@ -22,7 +22,6 @@ from mingc.errors import ConfigError, MingcError, RequestError, ServeError
 from mingc.runtime.request import Service
 from mingc.server.api_keys import VARIABLE, ApiKeyCheck, ApiKeys
 from mingc.server.error_objects import encode_error, public_error
-from mingc.server.http.forms import FORM
 from mingc.server.http.openapi import openapi_document
 from mingc.server.http.parsing import unknown_model
 from mingc.server.http.response_schemas import (
@@ -34,7 +33,7 @@ from mingc.server.http.response_schemas import (
     model_object,
     voice_list,
 )
-from mingc.server.http.routes import FORM_HANDLERS, HANDLERS, GenerationRoute, HttpState
+from mingc.server.http.routes import HANDLERS, GenerationRoute, HttpState
 from mingc.server.logs import REQUEST_ID, RequestContext, export_logs
 from mingc.server.metrics import CONTENT_TYPE
 from mingc.server.options import ServeOptions
@@ -120,8 +119,8 @@ def create_app(
     app = Starlette(
         routes=[
             *(
-                Route(path, GenerationRoute(http, handler), methods=["POST"])
-                for path, handler in HANDLERS.items()
+                Route(path, GenerationRoute(http, handler, *types), methods=["POST"])
+                for path, (handler, types) in HANDLERS.items()
             ),
             WebSocketRoute(speech.PATH, SessionRoute(state, serve_speech, answer_error)),
             WebSocketRoute(
@@ -137,10 +136,6 @@ def create_app(
             *(
                 Route(path, _upgrade_required, include_in_schema=False)
                 for path in (speech.PATH, response.PATH)
-            ),
-            *(
-                Route(path, GenerationRoute(http, handler, body_type=FORM), methods=["POST"])
-                for path, handler in FORM_HANDLERS.items()
             ),
             Route("/v1/audio/translations", _refuse_translation, methods=["POST"]),
             *_information_routes(state),

@@ -36,6 +36,7 @@ from mingc.runtime.request import (
     Done,
     ImageDone,
     ImageEvent,
+    ImageProgress,
     ImageRequest,
     Recorder,
 )
@@ -308,6 +309,25 @@ def test_a_client_that_leaves_ends_its_pictures(service: OmniService) -> None:
                         break
 
     run(service, work())  # waits until nothing is held
+
+
+@pytest.mark.parametrize(("num_steps", "shutdown_timeout_s"), [(3, 60.0), (200, 0.0)])
+def test_a_service_that_stops_waits_for_a_picture_as_long_as_it_may(
+    num_steps: int, shutdown_timeout_s: float, service: OmniService
+) -> None:
+    async def work() -> None:
+        async with aclosing(service.draw(request_of(num_steps=num_steps))) as events:
+            assert isinstance(await anext(events), ImageProgress)
+            stops = asyncio.ensure_future(service.close(shutdown_timeout_s=shutdown_timeout_s))
+            if shutdown_timeout_s:
+                assert len(pictures_of(await collect(events))) == 1
+            else:
+                with pytest.raises(WorkerError, match="stopping") as ended:
+                    await collect(events)
+                assert ended.value.status == 503
+            await stops
+
+    run(service, work())
 
 
 def test_a_client_that_leaves_during_its_prompt_ends_that(

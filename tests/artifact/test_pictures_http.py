@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,17 @@ from openai import OpenAI
 from PIL import Image
 from preprocess_data import png
 from safetensors.numpy import load_file
-from server_thread import eventually, run_server
+from server_thread import eventually, metric, run_server
 
 from mingc.media.decoder_pool import DecoderPool
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 
 SIZE = "512x512"
+IDLE = (
+    "mingc_num_requests_running", "mingc_pictures_drawing", 'mingc_num_requests_waiting{engine="image"}',
+    *(f'mingc_limit_used{{limit="{name}"}}' for name in ("requests", "chats", "image_queue", "answer_bytes")),
+)  # fmt: skip
 FAST = {"num_inference_steps": 2, "seed": 7}
 
 
@@ -145,16 +149,43 @@ def test_a_chat_draws_what_an_edit_does(server: Server) -> None:
     np.testing.assert_array_equal(drawn, pixels(edited.data[0].b64_json))
 
 
-def test_eight_at_once_get_their_own_pictures(server: Server) -> None:
-    fast = {"guidance_scale": 1}
+def test_twenty_at_once_beside_chats_of_which_half_leave(server: Server) -> None:
+    """The others get the pictures and answers that they get alone."""
+    chat = {"messages": [{"role": "user", "content": "Hello, who are you?"}], "max_tokens": 8}
+    left = 'mingc_requests_cancelled_total{route="/v1/images/generations"}'
+    held, already_left = server.service.held, metric(server.url, left)
 
-    def draw(seed: int) -> NDArray[np.uint8]:
-        return pixels(server.generate(extra={**fast, "seed": seed}).data[0].b64_json)
+    async def work() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=100, trust_env=False) as client:
 
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(draw, range(8)))
-    np.testing.assert_array_equal(together[7], draw(7))
-    assert len({each.tobytes() for each in together}) == 8
+            async def draw(seed: int, steps: int = 2) -> Any:
+                body = {"prompt": "A cat", "size": SIZE, "guidance_scale": 1, "num_inference_steps": steps}
+                answer = await client.post("/v1/images/generations", json={**body, "seed": seed})
+                return answer.json()["data"][0]["b64_json"]
+
+            async def said() -> str:
+                answer: Any = (await client.post("/v1/chat/completions", json=chat)).json()
+                return str(answer["choices"][0]["message"]["content"])
+
+            alone = await draw(18), await said()
+            stays = [asyncio.ensure_future(draw(seed)) for seed in range(0, 20, 2)]
+            leaves = [asyncio.ensure_future(draw(seed, steps=200)) for seed in range(1, 20, 2)]
+            chats = [asyncio.ensure_future(said()) for _ in range(4)]
+            await asyncio.wait(stays, return_when=asyncio.FIRST_COMPLETED)
+            for each in leaves:
+                each.cancel()
+            drawn = await asyncio.gather(*stays)
+            assert len({*drawn}) == 10 and (drawn[-1], *await asyncio.gather(*chats)) == (
+                alone[0],
+                *[alone[1]] * 4,
+            )
+            assert all(each.cancelled() for each in leaves)
+
+    asyncio.run(work())
+    eventually(lambda: metric(server.url, left) == already_left + 10)
+    wait_until_equal(held, lambda: server.service.held)
+    for line in IDLE:
+        eventually(lambda line=line: metric(server.url, line) == 0)
 
 
 def test_a_client_that_leaves_frees_the_sampler(server: Server) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from engine_checks import BACKENDS_AND_ONNX
+from mingc_command import CACHE
 from safetensors.torch import load_file
 from stage_checks import assert_close, check_sources, set_key, with_random_weights
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
-from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.trace import capture
 from mingc.export.layers.t5 import distance_buckets
 from mingc.export.stage import Shard, Stage, StageOptions
@@ -26,7 +28,7 @@ from mingc.export.stages import discover, glyph, image_condition
 from mingc.export.stages.glyph import Glyph
 from mingc.export.stages.image_condition import ImageCondition
 from mingc.export.weights.loading import float32_module
-from mingc.runtime.engines.backends.aoti import load
+from mingc.runtime.engines.backends import load_engine
 
 DATA = Path(__file__).parents[1] / "data" / "imagegen"
 CASES = ("t2i", "edit", "two_refs", "glyph", "glyph_long", "edit_glyph")
@@ -207,11 +209,11 @@ def test_bfloat16_stays_near_golden(
         assert torch.nn.functional.cosine_similarity(rows[used], reference[used]).min() > 0.99
 
 
-@pytest.mark.timeout(600)  # compiles
-@pytest.mark.exhaustive
+@BACKENDS_AND_ONNX
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_compiled_engines_match_golden(
+def test_engines_match_golden(
     stage: Stage,
+    backend: Backend,
     condition: ImageCondition,
     glyphs: Glyph,
     checkpoint: Checkpoint,
@@ -221,8 +223,9 @@ def test_compiled_engines_match_golden(
     module = condition if stage is image_condition.STAGE else glyphs
     (plan,) = stage.graphs(stage.config(checkpoint), Shard(), StageOptions())
     program = capture(plan, module, stage=stage.name, static_shapes=None, device=CPU)
-    compile_graph(program, tmp_path / "engine.pt2", device="cpu", cache=None, where=stage.name)
-    engine = load(tmp_path / "engine.pt2", CPU)
+    path = tmp_path / f"engine{backend.suffix}"
+    backend.compile(program, path, device="cpu", cache=CACHE, where=stage.name)
+    engine = load_engine(backend.name, path, CPU)
     engine.bind(module.state_dict())
     if stage is image_condition.STAGE:
         for case in CASES:

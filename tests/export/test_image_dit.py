@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_checks import BACKENDS, check_bfloat16, check_engine
+from engine_checks import BACKENDS_AND_ONNX, check_bfloat16, check_engine
 from image_checkpoint import IMAGE_DATA
 from image_sampler import Networks, sample, to_uint8
 from live_memory import LiveMemory
@@ -200,7 +200,7 @@ def test_every_graph_runs_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) ->
     check_bfloat16(STAGE, checkpoint, tmp_path, 0.999)
 
 
-@BACKENDS
+@BACKENDS_AND_ONNX
 @pytest.mark.parametrize("name", ["caption", "velocity"])
 def test_one_engine_takes_every_size(
     name: str, module: ImageTransformer, config: ImageDitConfig, backend: Backend, tmp_path: Path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_checks import BACKENDS, check_bfloat16, check_engine
+from engine_checks import BACKENDS_AND_ONNX, check_bfloat16, check_engine
 from image_checkpoint import IMAGE_DATA
 from image_sampler import to_uint8
 from safetensors.torch import load_file
@@ -115,7 +115,7 @@ def test_every_graph_runs_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) ->
     check_bfloat16(STAGE, checkpoint, tmp_path, 0.999)
 
 
-@BACKENDS
+@BACKENDS_AND_ONNX
 @pytest.mark.parametrize("name", ["decode", "encode"])
 def test_one_engine_takes_every_size(
     name: str, module: nn.Module, config: ImageVaeConfig, backend: Backend, tmp_path: Path

@@ -28,6 +28,7 @@ from mingc.server.http.request_schemas import (
     DETOKENIZE_BODY,
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    IMAGE_EDIT_JSON_BODY,
     SPEECH_BODY,
     TOKENIZE_BODY,
 )
@@ -70,7 +71,7 @@ def test_operations_of_the_document() -> None:
     )
     errors = ("400", "401", "404", "408", "413", "415", "500", "503")
     lists = ("401", "404")
-    forms = ("TranscriptionBody", "NewVoiceForm", "ImageEditBody")
+    form = "multipart/form-data"
     pictures = {"application/json": "ImagesResponse", "text/event-stream": None}
     both = ("200", "503")
     expected = {
@@ -86,19 +87,24 @@ def test_operations_of_the_document() -> None:
         "/version": (None, True, {"application/json": "Version"}, lists),
         "/v1/audio/speech": ("SpeechBody", True, audio, errors),
         "/v1/audio/transcriptions": (
-            "TranscriptionBody",
+            {form: "TranscriptionBody"},
             True,
             dict.fromkeys(("application/json", "text/plain", "text/vtt", "text/event-stream")),
             (*errors, "403"),
         ),
         "/v1/audio/translations": (None, True, None, ("400", "401")),
         IMAGES: ("ImageBody", True, pictures, (*errors, "507")),
-        EDITS: ("ImageEditBody", True, pictures, (*errors, "403", "507")),
+        EDITS: (
+            {"application/json": "ImageEditJsonBody", form: "ImageEditBody"},
+            True,
+            pictures,
+            (*errors, "403", "507"),
+        ),
         "/v1/models": (None, True, {"application/json": "ModelList"}, lists),
         "/v1/models/{model}": (None, True, {"application/json": "ModelObject"}, lists),
         "/v1/audio/voices": (None, True, {"application/json": "VoiceList"}, lists),
         "post /v1/audio/voices": (
-            "NewVoiceForm",
+            {form: "NewVoiceForm"},
             True,
             {"application/json": "VoiceObject"},
             (*errors, "403", "409", "507"),
@@ -143,8 +149,8 @@ def test_operations_of_the_document() -> None:
                 assert answers[status] == {"$ref": "#/components/responses/error"}
         if body is not None:
             assert operation["requestBody"]["required"] is True
-            kind = "multipart/form-data" if body in forms else "application/json"
-            assert schemas(operation["requestBody"]["content"]) == {kind: body}
+            bodies = {"application/json": body} if isinstance(body, str) else body
+            assert schemas(operation["requestBody"]["content"]) == bodies
         named = [(each["name"], each["in"], each["required"]) for each in operation.get("parameters", [])]
         assert named == [(name, "path", True) for name in ("model", "voice") if f"{{{name}}}" in path]
 
@@ -154,7 +160,7 @@ def test_every_field_is_in_the_document() -> None:
     assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
     for body in (
         CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody, IMAGE_BODY,
-        IMAGE_EDIT_BODY,
+        IMAGE_EDIT_BODY, IMAGE_EDIT_JSON_BODY,
     ):  # fmt: skip
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
@@ -201,6 +207,10 @@ OTHER_APIS = {
         IMAGES: " ".join(image_generate_params.ImageGenerateParamsBase.__annotations__),
         EDITS: " ".join(image_edit_params.ImageEditParamsBase.__annotations__),
     },
+    "OpenAI, as JSON": {  # `EditImageBodyJsonParam` of the API's document, which the client does not send
+        EDITS: """background images input_fidelity mask model moderation n output_compression output_format
+            partial_images prompt quality size stream user""",
+    },
     "vLLM-Omni": {  # `entrypoints/openai/protocol/images.py`, chats as its documentation has them
         IMAGES: """prompt model n size response_format user negative_prompt num_inference_steps guidance_scale
             true_cfg_scale seed vae_use_slicing vae_use_tiling""",
@@ -215,10 +225,10 @@ OTHER_APIS = {
 )
 def test_every_field_of_another_api_is_accepted_refused_by_name_or_ignored(api: str, path: str) -> None:
     document = msgspec.json.decode(openapi_document())
-    (body,) = document["paths"][path]["post"]["requestBody"]["content"].values()
-    schema = body["schema"]
-    fields = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
-    assert set(OTHER_APIS[api][path].split()) <= set(fields)
+    bodies = document["paths"][path]["post"]["requestBody"]["content"].values()
+    names = [body["schema"]["$ref"].rpartition("/")[2] for body in bodies]
+    fields = [set(document["components"]["schemas"][name]["properties"]) for name in names]
+    assert any(set(OTHER_APIS[api][path].split()) <= each for each in fields)
 
 
 def test_responses_are_those_of_the_document(url: str) -> None:

@@ -27,6 +27,7 @@ from openai.types import (
     ImageEditPartialImageEvent,
     ImageGenCompletedEvent,
     ImageGenPartialImageEvent,
+    ImagesResponse,
 )
 from PIL import Image
 from preprocess_data import png
@@ -34,11 +35,15 @@ from server_thread import eventually, fake_server, metric, run_server
 
 from mingc.prompts.conversation import MediaPart, TextPart
 from mingc.runtime.request import ImageRequest
+from mingc.server.body_budget import FREE_BYTES
 
 GENERATIONS, EDITS, CHAT = "/v1/images/generations", "/v1/images/edits", "/v1/chat/completions"
 RED = png(np.full((60, 90, 3), (255, 0, 0), np.uint8))
 BLUE = png(np.full((60, 90, 3), (0, 0, 255), np.uint8))
-URL = "data:image/png;base64," + base64.b64encode(RED).decode()
+NOISE = png(np.random.default_rng(0).integers(0, 256, (200, 300, 3)).astype(np.uint8))
+URL, URL_OF_BLUE, URL_OF_NOISE = (
+    "data:image/png;base64," + base64.b64encode(each).decode() for each in (RED, BLUE, NOISE)
+)
 SMALL = {"model": "ming-omni", "size": "512x512"}
 
 
@@ -206,6 +211,81 @@ def test_edits_have_their_pictures_before_the_prompt(server: Server) -> None:
     assert answer.status_code == 200 and parts(server.last) == [BLUE, RED, "x"]
 
 
+def test_an_edit_as_json_is_the_edit_of_a_form(server: Server) -> None:
+    body = {
+        **SMALL,
+        "images": [{"image_url": URL}, {"image_url": URL_OF_NOISE}],
+        "prompt": "in blue",
+        "seed": 3,
+        "n": 2,
+    }
+    answer = httpx.post(f"{server.url}{EDITS}", json=body, trust_env=False)
+    made = ImagesResponse.model_validate_json(answer.content)
+    assert parts(server.last) == [RED, NOISE, "in blue"]
+    reference = server.last.reference
+    assert reference is not None and bytes(reference.data) == RED  # type: ignore[arg-type]
+    assert reference.where == "images[0].image_url"
+    form = server.edit(image=[("a.png", RED), ("b.png", NOISE)], n=2, extra={"seed": 3})
+    assert (made.data, made.size, made.usage) == (form.data, form.size, form.usage)
+    body |= {"stream": True, "partial_images": 1, "n": None, "mask": None}
+    with httpx.stream("POST", f"{server.url}{EDITS}", json=body, trust_env=False) as stream:
+        events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
+    assert ImageEditPartialImageEvent.model_validate(events[0]).type == "image_edit.partial_image"
+    done = ImageEditCompletedEvent.model_validate(events[1])
+    assert [done.b64_json] == [each.b64_json for each in made.data or ()][:1]
+
+
+def test_a_picture_of_an_edit_may_be_on_an_allowed_host(server: Server) -> None:
+    file = f"{server.url}/openapi.json"
+    with fake_server(allow_media_hosts=(server.url.removeprefix("http://"),)) as (url, service):
+        body = {"prompt": "x", "images": [{"image_url": file}]}
+        assert httpx.post(f"{url}{EDITS}", json=body, trust_env=False).status_code == 200
+        assert parts(service.drawings[-1]) == [httpx.get(file, trust_env=False).content, "x"]
+
+
+def test_a_picture_in_json_is_charged_without_its_base64() -> None:
+    body = {"prompt": "wait", "images": [{"image_url": URL_OF_NOISE}]}
+    with fake_server() as (url, service):
+        connection = HTTPConnection(url.removeprefix("http://"))
+        connection.request("POST", EDITS, json.dumps(body), {"content-type": "application/json"})
+        eventually(lambda: bool(service.running))
+        assert metric(url, 'mingc_limit_used{limit="body_bytes"}') == len(NOISE) + len("wait") - FREE_BYTES
+        connection.close()
+        eventually(lambda: metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({}, 400, "images", "missing_required_parameter"),
+        ({"images": []}, 400, "images", "missing_required_parameter"),
+        ({"images": [{}]}, 400, "images[0].image_url", "missing_required_parameter"),
+        ({"images": [{"image_url": URL}] * 17}, 400, "images", "invalid_value"),
+        ({"images": [{"image_url": URL}, {"file_id": "file-1"}]}, 400, "images[1].file_id", "unsupported_parameter"),
+        ({"images": [{"image_url": URL}], "mask": {"image_url": URL}}, 400, "mask", "unsupported_parameter"),
+        ({"image": URL}, 400, "image", "unknown_parameter"),
+        ({"images": [{"image_url": "data:image/png;base64,"}]}, 400, "images[0].image_url", "empty_media"),
+        ({"images": [{"image_url": URL}, {"image_url": "data:,x"}]}, 400, "images[1].image_url", "invalid_data_url"),
+        ({"images": [{"image_url": "https://a.example/a.png"}]}, 400, "images[0].image_url", "media_host_not_allowed"),
+        ({"images": [{"image_url": "/etc/passwd"}]}, 400, "images[0].image_url", "local_media_not_allowed"),
+        ({"images": [{"image_url": "A" * 33_336}] * 2}, 413, "images[1].image_url", "media_too_large"),
+    ],
+)  # fmt: skip
+def test_wrong_edits_as_json_are_named(fields: Any, status: int, param: str, code: str) -> None:
+    with fake_server(max_media_bytes=50_000) as (url, service):
+        answer = httpx.post(f"{url}{EDITS}", json={"prompt": "x", **fields}, trust_env=False)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
+        assert not service.drawings and metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0
+
+
+def test_an_edit_is_a_form_or_json(server: Server) -> None:
+    answer = httpx.post(f"{server.url}{EDITS}", data={"prompt": "x"}, trust_env=False)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (415, "unsupported_media_type")
+    assert "'application/json' or 'multipart/form-data'" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code", "says"),
     [
@@ -247,13 +327,15 @@ def test_wrong_fields_are_named(server: Server, fields: Any, param: str, code: s
     """The same field by JSON and, as text, by a form gives the same error."""
     count = len(server.service.drawings)
     body = {"prompt": "a cat", **fields}
+    edit = {**body, "images": [{"image_url": URL}]}
+    edit_by_json = httpx.post(f"{server.url}{EDITS}", json=edit, trust_env=False)
     by_json = httpx.post(f"{server.url}{GENERATIONS}", json=body, trust_env=False)
     form = [("image", ("a.png", RED))]
     for name, value in body.items():
         if value is not None:
             form.append((name, (None, value if isinstance(value, str) else json.dumps(value))))  # type: ignore[arg-type]
     by_form = httpx.post(f"{server.url}{EDITS}", files=form, trust_env=False)
-    for answer in (by_json, by_form):
+    for answer in (by_json, by_form, edit_by_json):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (
             404 if param == "model" else 400,
@@ -344,10 +426,7 @@ def test_a_chat_changes_the_picture_of_its_last_turn(server: Server) -> None:
     assert [each.role for each in server.last.messages] == ["user", "assistant", "user"]
     server.chat([{"role": "user", "content": [image]}, {"role": "user", "content": "a dog"}])
     assert server.last.reference is None
-    other = {
-        "type": "image_url",
-        "image_url": {"url": "data:image/png;base64," + base64.b64encode(BLUE).decode()},
-    }
+    other = {"type": "image_url", "image_url": {"url": URL_OF_BLUE}}
     server.chat([{"role": "user", "content": [text, other, image]}])
     assert bytes(server.last.reference.data) == BLUE  # type: ignore[union-attr, arg-type]
 
@@ -504,8 +583,8 @@ def test_the_examples_of_the_http_page_run(server: Server, tmp_path: Path) -> No
         "red.png": ("PNG", (1024, 1024)),
         "chat.png": ("PNG", (1365, 768)),
     }
-    night = json.loads((tmp_path / "night.json").read_text())
-    assert night["size"] == "1024x1024" and night["data"][0]["seed"] == 7
+    night, snow = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("night", "snow"))
+    assert night["size"] == snow["size"] == "1024x1024" and night["data"][0]["seed"] == 7
 
 
 def test_the_first_picture_is_timed(server: Server) -> None:

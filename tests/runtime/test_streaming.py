@@ -33,11 +33,11 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.server.audio_format import AudioFormat, AudioSpec
+from mingc.server.http.body import JSON
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.logprobs import CompletionLogprobsWriter
 from mingc.server.http.response_schemas import ChatResponseBuilder
 from mingc.server.http.streaming import (
-    JSON,
     SSE,
     ResponseWriter,
     SegmentTimes,

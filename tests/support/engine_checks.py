@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
+from mingc.export.compile.backends.onnx import BACKEND as ONNX
 from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
@@ -22,12 +23,16 @@ from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import load_engine
 
 CPU = torch.device("cpu")
+
+
+def _backends(*slow: Backend) -> pytest.MarkDecorator:
+    marks = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
+    given = [EAGER, *(pytest.param(backend, marks=marks) for backend in slow)]
+    return pytest.mark.parametrize("backend", given, ids=lambda backend: backend.name)
+
+
 # For graphs whose kinds tests/artifact has compiled, as `backend` of a test.
-BACKENDS = pytest.mark.parametrize(
-    "backend",
-    [EAGER, pytest.param(AOTI, marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)])],
-    ids=lambda backend: backend.name,
-)
+BACKENDS, BACKENDS_AND_ONNX = _backends(AOTI), _backends(AOTI, ONNX)
 
 
 def check_engine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from fake_service import FakeService
 from mingc_command import mingc_here
 from PIL import Image
 
+from mingc.errors import RequestError
 from mingc.prompts.conversation import MediaPart, TextPart
+from mingc.runtime.request import ImageEvent, ImageRequest
 
 
 @pytest.fixture
@@ -56,6 +59,8 @@ def test_without_options_the_model_decides(service: FakeService, tmp_path: Path)
         (("--size", "1536x1024"), "pass --size 1248x832"),  # as the server says
         (("--size", "large"), "pass --size 1024x1024"),
         (("--aspect", "1.5"), "pass --aspect 16:9"),
+        (("--aspect", "17:4"), "from 1:4 to 4:1"),
+        (("--aspect", "4:17"), "from 1:4 to 4:1"),
         (("--size", "512x512", "--aspect", "1:1"), "exclude each other"),
         (("--output", "sheet.gif"), "end it with .png"),
         (("--reference", "missing.png"), "missing.png cannot be read"),
@@ -66,3 +71,25 @@ def test_a_wrong_option_is_named(service: FakeService, words: tuple[str, ...], s
     done = mingc_here("draw", "artifact", "a cat", "--output", "x.png", *words)
     assert done.code and words[0] in done.stderr and says in done.stderr
     assert not service.drawings and not Path("x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("param", "where"),
+    [
+        ("PROMPT", "PROMPT"),
+        ("negative_prompt", "--negative-prompt"),
+        ("size", "--size"),
+        ("--reference",) * 2,
+    ],
+)
+def test_what_the_service_refuses_is_named_as_the_option(
+    service: FakeService, param: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def draw(request: ImageRequest) -> AsyncIterator[ImageEvent]:
+        assert request.where == "PROMPT"
+        raise RequestError("too long", param=param)
+        yield
+
+    monkeypatch.setattr(service, "draw", draw)
+    done = mingc_here("draw", "artifact", "a cat", "--output", "x.png")
+    assert done.code == 2 and f"where: {where}\n" in done.stderr

@@ -31,7 +31,6 @@ from mingc.verify.served.comparison import (
     MIN_SHARE_LOW_PRECISION,
     Served,
     ServedComparison,
-    Share,
     common_length,
 )
 from mingc.verify.served.replay import ServedReplay
@@ -394,33 +393,36 @@ def test_features_of_media_are_compared_one_by_one() -> None:
         assert failed(log) == [spoiled], "1e-5 is the documented tolerance"
 
 
-# In low precision: rows before the first difference count.
+# In low precision: steps with the recorded past count, and patches before the first difference.
 
 
 @pytest.mark.parametrize(
-    ("tokens", "near"),
-    [([7, 8, 5], 3), ([7, 8, 4], 3), ([7, 1, 5], 2), ([1, 8, 5], 1), ([7], 2), ([], 1)],
+    ("tokens", "wrong", "near", "total"),
+    [
+        ([7, 8, 5], None, 3, 4), ([7, 8, 4], None, 3, 4), ([7, 1, 5], None, 2, 4), ([1, 8, 5], None, 1, 4),
+        ([7], None, 2, 4), ([], None, 1, 4),
+        ([7, 8, 5], 0, 2, 4), ([7, 8, 5], 1, 2, 4), ([7, 1, 5], 1, 1, 4),
+        ([7, 2, 5], None, 2, 2), ([7, 2, 5], 0, 1, 2), ([7, 2, 5], 1, 1, 4), ([8, 8, 5], None, 1, 1),
+    ],
     ids=str,
-)
-def test_steps_after_the_first_other_token_do_not_count(tokens: list[int], near: int) -> None:
-    """The step that gave the first other token had the same past, so its logits are compared as well."""
+)  # fmt: skip
+def test_steps_with_the_recorded_past_count(
+    tokens: list[int], wrong: int | None, near: int, total: int
+) -> None:
+    """The first other token has that past, too. What follows it cannot be expected if its logits are near.
+
+    Logits of the tokens 0, 2 and 8 are recorded: that another one is as likely is not known.
+    """
     run, log = make_comparison(CHAT, is_exact=False, tolerance=0.1)
     served = answers(CHAT)
     served.tokens = tokens
     del served.recorder.logits[max(len(tokens), 2) :]
+    if wrong is not None:
+        served.recorder.logits[wrong] = -served.recorder.logits[wrong]
     served.done = Done(finish_reason="length", usage=Usage(prompt_tokens=4, completion_tokens=len(tokens)))
     run.compare(CHAT, served, "alone")
     assert failed(log) == []
-    assert (run.text.near, run.text.total) == (near, 4)
-
-
-def test_a_share_counts_up_to_the_first_difference() -> None:
-    share = Share()
-    for near, count in (([], 0), ([True] * 3, 3), ([True, False, True, True], 1), ([False, True], 0)):
-        before = share.near
-        share.add(np.array(near, bool), 10)
-        assert share.near - before == count
-    assert share.total == 40
+    assert (run.text.near, run.text.total) == (near, total)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +483,7 @@ def test_half_of_the_recorded_steps_must_be_found_in_low_precision(wrong: int, p
 
     run, log = make(CHAT, is_exact=False, tolerance=0.1, service=Service())
     asyncio.run(run.run())
-    assert failed(log) == ([] if passes else ["tokens before the first difference of each request"])
+    assert failed(log) == ([] if passes else ["tokens after the recorded ones"])
 
 
 @pytest.mark.parametrize("name", ["requests", "pages"])

@@ -37,6 +37,7 @@ from mingc.server.http.field_errors import (
 )
 from mingc.server.options import ServeOptions
 
+JSON = "application/json"
 LONG_BYTES = 64 * 1024  # longer strings are cut out
 _SHORT_BYTES = 1024  # the same for a body that is larger than `MAX_DECODED_BYTES` without them
 MAX_COMMAS = 1 << 18
@@ -85,24 +86,33 @@ class LongString(MediaString):
         return made
 
 
+def media_type(content_type: str) -> str:
+    """Without parameters such as a boundary."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 async def read_body(
     request: Request,
     options: ServeOptions,
     budget: BodyBudget,
     charge: Charge,
-    expected_type: str = "application/json",
+    *types: str,
 ) -> memoryview:
     """Read the whole body of a request; charge it once its first 64 KiB have arrived.
+
+    `types`: the media types that it may have; by default JSON.
 
     Raises:
         RequestError: for a wrong content type or a compressed body (415), a body too large (413) or too slow (408).
         CapacityError: if the bodies of all requests together would be too large.
         ClientDisconnect: if the client left before the end.
     """
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if media_type != expected_type:
+    types = types or (JSON,)
+    found = media_type(request.headers.get("content-type", JSON))
+    if found not in types:
+        able = " or ".join(f"'{each}'" for each in types)
         raise RequestError(
-            f"Content-Type {shorten(media_type)} is not supported: send '{expected_type}'.",
+            f"Content-Type {shorten(found)} is not supported: send {able}.",
             status=415,
             code="unsupported_media_type",
         )

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from mingc import __version__
 from mingc.server.error_objects import ErrorResponse
+from mingc.server.http.body import JSON
 from mingc.server.http.forms import FORM
 from mingc.server.http.pictures import ImagesResponse
 from mingc.server.http.request_schemas import (
@@ -19,6 +20,7 @@ from mingc.server.http.request_schemas import (
     DETOKENIZE_BODY,
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    IMAGE_EDIT_JSON_BODY,
     SPEECH_BODY,
     TOKENIZE_BODY,
     FunctionTool,
@@ -49,6 +51,7 @@ _STRUCTS = (
     SPEECH_BODY,
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    IMAGE_EDIT_JSON_BODY,
     ImagesResponse,
     TranscriptionBody,
     TOKENIZE_BODY,
@@ -123,11 +126,11 @@ def _paths() -> Json:
         },
         "/v1/images/edits": {
             "post": _generation(
-                "Change a picture.", IMAGE_EDIT_BODY, pictures, body_type=FORM, others=("507",)
+                "Change a picture.", IMAGE_EDIT_JSON_BODY, pictures, form=IMAGE_EDIT_BODY, others=("507",)
             )
         },
         "/v1/audio/transcriptions": {
-            "post": _generation("Transcribe speech.", TranscriptionBody, transcript, body_type=FORM)
+            "post": _generation("Transcribe speech.", None, transcript, form=TranscriptionBody)
         },
         "/v1/audio/translations": {
             "post": {"summary": "Refused.", "responses": {"400": _ERROR, "401": _ERROR}}
@@ -139,7 +142,7 @@ def _paths() -> Json:
         "/v1/audio/voices": {
             "get": _list("Voices.", _json(VoiceList)),
             "post": _generation(
-                "Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM, others=("409", "507")
+                "Add a voice.", None, _json(VoiceObject), form=NewVoiceForm, others=("409", "507")
             ),
         },
         "/v1/audio/voices/{voice}": {
@@ -159,16 +162,16 @@ def _paths() -> Json:
 
 def _generation(
     summary: str,
-    body: type[Struct],
+    body: type[Struct] | None,
     content: Json,
     *,
-    body_type: str = "application/json",
+    form: type[Struct] | None = None,
     others: Sequence[str] = (),
 ) -> Json:
     statuses = (
         "400",
         "401",
-        *(("403",) if body_type == FORM else ()),
+        *(("403",) if form else ()),
         "404",
         "408",
         "413",
@@ -177,9 +180,10 @@ def _generation(
         "503",
         *others,
     )
+    bodies = {kind: _schema(each) for kind, each in ((JSON, body), (FORM, form)) if each is not None}
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": {body_type: _schema(body)}},
+        "requestBody": {"required": True, "content": bodies},
         "responses": {
             "200": {"description": "The answer, whole or as a stream.", "content": content},
             **{status: _ERROR for status in statuses},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,19 +25,23 @@ from mingc.runtime.request import (
     ServiceInfo,
     Usage,
 )
-from mingc.server.http.body import decode_body
+from mingc.server.http.body import decode_body, media_type
 from mingc.server.http.clips import EncoderThread
 from mingc.server.http.drawing import cannot_draw, read_drawing
 from mingc.server.http.field_errors import as_integer, invalid, missing
-from mingc.server.http.forms import FormFile, decode_form
+from mingc.server.http.forms import FORM, decode_form
 from mingc.server.http.messages import media_part
 from mingc.server.http.parsing import check_model, refuse_all
 from mingc.server.http.request_schemas import (
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    IMAGE_EDIT_JSON_BODY,
     IMAGE_EDIT_REFUSED,
+    IMAGE_REFERENCE_REFUSED,
     IMAGE_REFUSED,
     ImageBody,
+    ImageEditBody,
+    ImageEditJsonBody,
 )
 from mingc.server.http.response_schemas import (
     SSE_DONE,
@@ -81,11 +85,28 @@ def parse_generation(raw: memoryview, info: ServiceInfo, options: ServeOptions) 
 def parse_edit(
     raw: memoryview, info: ServiceInfo, options: ServeOptions, *, content_type: str
 ) -> ParsedPictures:
-    """Decode and check the form of `POST /v1/images/edits`; pictures are views of it. Raises: as `parse_generation`."""
+    """Decode and check the body of `POST /v1/images/edits`.
+
+    Pictures of a form are views of it; those of JSON are still to be loaded. Raises: as `parse_generation`.
+    """
     _check_draws(info)
-    body = decode_form(raw, content_type, IMAGE_EDIT_BODY)
+    body: ImageEditBody | ImageEditJsonBody
+    if media_type(content_type) == FORM:
+        body = decode_form(raw, content_type, IMAGE_EDIT_BODY)
+    else:
+        body = decode_body(raw, IMAGE_EDIT_JSON_BODY)
     check_model(body.model, info)
     refuse_all(body, IMAGE_EDIT_REFUSED)
+    found = (
+        _sent_pictures(body, info, options)
+        if isinstance(body, ImageEditBody)
+        else _named_pictures(body, info)
+    )
+    pictures = tuple(replace(each, max_pixels=options.max_image_pixels) for each in found)
+    return _parsed(body, pictures, "image_edit")
+
+
+def _sent_pictures(body: ImageEditBody, info: ServiceInfo, options: ServeOptions) -> Iterator[MediaPart]:
     if not body.image:
         raise missing("image")
     if sum(len(file.data) for file in body.image) > options.max_media_bytes:
@@ -96,20 +117,26 @@ def parse_edit(
             code="media_too_large",
         )
     names = ["image"] if len(body.image) == 1 else [f"image[{i}]" for i in range(len(body.image))]
-    pictures = tuple(_picture(*each, info, options) for each in zip(body.image, names, strict=True))
-    return _parsed(body, pictures, "image_edit")
+    for file, name in zip(body.image, names, strict=True):
+        if not len(file.data):
+            raise RequestError("The picture holds no bytes.", param=name, code="empty_media")
+        yield replace(media_part("image", "", name, info), data=file.data)
+
+
+def _named_pictures(body: ImageEditJsonBody, info: ServiceInfo) -> Iterator[MediaPart]:
+    if not body.images:
+        raise missing("images")
+    for index, reference in enumerate(body.images):
+        refuse_all(reference, IMAGE_REFERENCE_REFUSED, f"images[{index}].")
+        name = f"images[{index}].image_url"
+        if reference.image_url is None:
+            raise missing(name)
+        yield media_part("image", reference.image_url, name, info)
 
 
 def _check_draws(info: ServiceInfo) -> None:
     if not info.has_image_output:
         raise cannot_draw(info, "model", "unsupported_model")
-
-
-def _picture(file: FormFile, where: str, info: ServiceInfo, options: ServeOptions) -> MediaPart:
-    if not len(file.data):
-        raise RequestError("The picture holds no bytes.", param=where, code="empty_media")
-    part = media_part("image", "", where, info)
-    return replace(part, data=file.data, max_pixels=options.max_image_pixels)
 
 
 def _parsed(
@@ -133,7 +160,6 @@ def _parsed(
         request_id=f"img-{uuid.uuid4().hex[:24]}",
         messages=(message,),
         num_pictures=as_integer(body.n, "n") or 1,
-        reference=pictures[0] if pictures else None,
         num_partials=num_partials,
         where="prompt",
         priority=as_integer(body.priority, "priority") or 0,

@@ -526,6 +526,22 @@ class ImageBody(DrawingFields, kw_only=True):
     priority: Priority | None = None
 
 
+class ImageReference(Struct):
+    """A picture to change: an `image_url`, which is a data or other URL."""
+
+    image_url: Media | None = None
+    file_id: Annotated[str, Meta(description="Refused.")] | None = None
+
+
+class ImageEditJsonBody(ImageBody, kw_only=True):
+    """The body of `POST /v1/images/edits` as JSON; `IMAGE_EDIT_JSON_BODY` has all fields.
+
+    `images`: one or several pictures. The model sees all, and the first one is changed.
+    """
+
+    images: Annotated[list[ImageReference], Meta(max_length=MAX_EDITED_PICTURES)] | None = None
+
+
 class ImageEditBody(ImageBody, kw_only=True):
     """The form of `POST /v1/images/edits`; `IMAGE_EDIT_BODY` has all fields.
 
@@ -688,6 +704,7 @@ IMAGE_EDIT_REFUSED: Refused = {
     "markup": _NO_MASK,
     "input_fidelity": ("the model always gets the whole picture", ("high", "low")),
 }
+IMAGE_REFERENCE_REFUSED: Refused = {"file_id": ("no files are kept here; use 'image_url'", ())}
 # Fields that change no answer.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "prompt_cache_key",
@@ -730,6 +747,7 @@ CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
 COMPLETION_BODY = _with_other_fields(CompletionBody, COMPLETION_REFUSED)
 TOKENIZE_BODY = _with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
 IMAGE_BODY = _with_other_fields(ImageBody, IMAGE_REFUSED)
+IMAGE_EDIT_JSON_BODY = _with_other_fields(ImageEditJsonBody, IMAGE_EDIT_REFUSED)
 IMAGE_EDIT_BODY = _with_other_fields(ImageEditBody, IMAGE_EDIT_REFUSED, str, ("mask", "markup"))
 DETOKENIZE_BODY = _with_other_fields(DetokenizeBody, {})
 SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)

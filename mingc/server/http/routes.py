@@ -41,7 +41,7 @@ from mingc.server import tracing
 from mingc.server.audio_format import AudioSpec
 from mingc.server.body_budget import BodyBudget, Charge
 from mingc.server.error_objects import error_response, public_error
-from mingc.server.http.body import read_body
+from mingc.server.http.body import JSON, media_type, read_body
 from mingc.server.http.clips import AnswerBudget, KeptClip, LiveClip
 from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import FORM
@@ -76,7 +76,6 @@ from mingc.server.http.response_schemas import (
     voice_object,
 )
 from mingc.server.http.streaming import (
-    JSON,
     SSE,
     ResponseWriter,
     SegmentTimes,
@@ -101,6 +100,7 @@ _MAX_TRANSCRIPTS = 1000  # of recordings that requests bring along
 _EMPTY = memoryview(b"")
 _PARSED_INLINE = 64 * 1024  # bytes that are parsed faster than they are handed to a thread
 Parsed = TypeVar("Parsed")
+Parse = Callable[[memoryview, ServiceInfo, ServeOptions], Parsed]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,9 +155,7 @@ class HttpState:
             sample = replace(sample, transcript=self._words[digest])
         return replace(speech, reference=sample)
 
-    async def parse(
-        self, parse: Callable[[memoryview, ServiceInfo, ServeOptions], Parsed], raw: memoryview
-    ) -> Parsed:
+    async def parse(self, parse: Parse[Parsed], raw: memoryview) -> Parsed:
         """Parse a body: a large one outside of the event loop."""
         info, options = self.server.service.info, self.server.options
         if len(raw) <= _PARSED_INLINE:
@@ -188,18 +186,19 @@ class RequestBody:
 class GenerationRoute:
     """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response.
 
-    `body_type`: the media type of the body. Web pages may send a form without asking first, so its origin is checked.
+    `types`: the media types that the body may have. Web pages may send a form without asking first, so its origin is
+    checked.
     """
 
-    def __init__(self, state: HttpState, handler: Handler, *, body_type: str = JSON) -> None:
+    def __init__(self, state: HttpState, handler: Handler, *types: str) -> None:
         self._state = state
         self._handler = handler
-        self._body_type = body_type
+        self._types = types
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, server, route = self._state, self._state.server, route_of(scope)
         request = Request(scope, receive)
-        if self._body_type == FORM:
+        if FORM in self._types:
             check_origin(request.headers, server.options.cors_origins)
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")
@@ -213,9 +212,7 @@ class GenerationRoute:
                 content_type=request.headers.get("content-type", JSON),
             )
             try:
-                body.raw = await read_body(
-                    request, server.options, state.bodies, body.charge, self._body_type
-                )
+                body.raw = await read_body(request, server.options, state.bodies, body.charge, *self._types)
             except ClientDisconnect:
                 server.metrics.requests_cancelled.labels(route).inc()
                 return
@@ -420,21 +417,27 @@ async def handle_transcription(state: HttpState, body: RequestBody, response: Re
 
 async def handle_generation(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
     """`POST /v1/images/generations`."""
-    await _draw(state, body, response, await state.parse(parse_generation, body.take()))
+    await _draw(state, body, response, parse_generation)
 
 
 async def handle_edit(state: HttpState, body: RequestBody, response: ResponseWriter) -> None:
-    """`POST /v1/images/edits`. The pictures are views of the body, so the body stays charged."""
-    parse = partial(parse_edit, content_type=body.content_type)
-    await _draw(state, body, response, await state.parse(parse, body.take()))
+    """`POST /v1/images/edits`."""
+    await _draw(state, body, response, partial(parse_edit, content_type=body.content_type))
 
 
 async def _draw(
-    state: HttpState, body: RequestBody, response: ResponseWriter, parsed: ParsedPictures
+    state: HttpState, body: RequestBody, response: ResponseWriter, parse: Parse[ParsedPictures]
 ) -> None:
-    request, timer = parsed.request, state.server.metrics.timer()
+    timer = state.server.metrics.timer()
+    parsed = await state.parse(parse, body.take())
+    request = parsed.request
     texts = (*(each.prompt_text for each in request.messages), request.negative_prompt or "")
     body.key.add_text("".join(texts), most_tokens(request))
+    messages = await state.media.load(request.messages)
+    if media_type(body.content_type) == JSON:  # pictures of a form are views of the body, which stays charged
+        body.charge.set(sum(message.size for message in messages))
+    request = replace(request, messages=messages, reference=_newest_picture(messages))
+    parsed = replace(parsed, request=request)  # without base64
     with state.answers.reserve(request.num_pictures * PICTURE_BYTES):
         async with timer.measure(state.server.service.draw(request)) as events:
             if parsed.stream:
@@ -523,16 +526,15 @@ async def transcribed(service: Service, sample: VoiceSample, key: KeyUse) -> Voi
     return replace(sample, transcript=words.strip()[:MAX_REF_TEXT])
 
 
-HANDLERS: dict[str, Handler] = {
-    "/v1/images/generations": handle_generation,
-    "/v1/chat/completions": handle_chat,
-    "/v1/completions": handle_completion,
-    "/v1/audio/speech": handle_speech,
-    "/tokenize": handle_tokenize,
-    "/detokenize": handle_detokenize,
-}
-FORM_HANDLERS: dict[str, Handler] = {
-    "/v1/audio/voices": handle_add_voice,
-    "/v1/audio/transcriptions": handle_transcription,
-    "/v1/images/edits": handle_edit,
+# The handler of each route, and the media types of its body.
+HANDLERS: dict[str, tuple[Handler, tuple[str, ...]]] = {
+    "/v1/images/generations": (handle_generation, (JSON,)),
+    "/v1/images/edits": (handle_edit, (JSON, FORM)),
+    "/v1/chat/completions": (handle_chat, (JSON,)),
+    "/v1/completions": (handle_completion, (JSON,)),
+    "/v1/audio/speech": (handle_speech, (JSON,)),
+    "/v1/audio/voices": (handle_add_voice, (FORM,)),
+    "/v1/audio/transcriptions": (handle_transcription, (FORM,)),
+    "/tokenize": (handle_tokenize, (JSON,)),
+    "/detokenize": (handle_detokenize, (JSON,)),
 }

@@ -28,6 +28,7 @@ from mingc.runtime.request import (
     Usage,
 )
 from mingc.server.audio_format import AudioSpec, Base64Stream
+from mingc.server.http.body import JSON
 from mingc.server.http.clips import KeptClip, LiveClip
 from mingc.server.http.logprobs import CompletionLogprobsWriter, chat_logprobs
 from mingc.server.http.response_schemas import (
@@ -45,7 +46,6 @@ from mingc.server.http.response_schemas import (
     sse,
 )
 
-JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"
 Clip = LiveClip | KeptClip
 Whole = tuple[int, AsyncIterator[bytes]]

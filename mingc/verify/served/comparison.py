@@ -19,8 +19,8 @@ from mingc.verify.served.requests import PIXEL_STRIDE
 Floats = NDArray[np.float32]
 
 FEATURE_TOLERANCE = 1e-5
-# In low precision rounding routes tokens to other experts, and then the answer is another one. Shares of the recorded
-# tokens and patches that must be found within the tolerance, before the first difference of a request.
+# In low precision rounding routes tokens to other experts, and then a step or the rest of an answer is another one.
+# Shares of the recorded tokens and patches that must be found within the tolerance.
 MIN_SHARE_LOW_PRECISION = 0.5
 # A picture follows its condition smoothly, whatever experts its tokens have: the tiny model had 0.08 on a CPU.
 MAX_PICTURE_ERROR_LOW_PRECISION = 0.15
@@ -59,9 +59,8 @@ class Share:
     near: int = 0
     total: int = 0
 
-    def add(self, is_near: NDArray[np.bool_], total: int) -> None:
-        first = int(np.argmin(is_near)) if not is_near.all() else len(is_near)
-        self.near += first
+    def add(self, near: int, total: int) -> None:
+        self.near += near
         self.total += total
 
 
@@ -73,7 +72,8 @@ class ServedComparison:
         sample_rate: of the served speech.
 
     Attributes:
-        text, speech: in low precision, tokens and patches before the first difference of each request.
+        text: in low precision, tokens whose past is the recorded one.
+        speech: in low precision, patches before the first difference of each request.
     """
 
     def __init__(self, goldens: ServedGoldens, log: ComparisonLog, sample_rate: int) -> None:
@@ -133,7 +133,10 @@ class ServedComparison:
             return
         same = common_length(given, tokens)
         count = min(same + 1, len(logits), len(recorded))  # the first other token has the same past
-        self.text.add(log.is_near(logits[:count], recorded[:count]), len(recorded))
+        near = log.is_near(logits[:count], recorded[:count])
+        # After another token that the recorded logits rank as high, but for rounding, nothing more can be expected.
+        is_rounded = 0 < count == same + 1 <= len(given) and near[-1] and given[same] in columns
+        self.text.add(int(near.sum()), count if is_rounded else len(recorded))
 
     def _compare_speech(self, case: ServedCase, served: Served, how: str) -> None:
         log, name, recorded = self._log, case.name, served.recorder
@@ -169,7 +172,7 @@ class ServedComparison:
         found, expected = values["latents"], self._goldens.get(case, "latents")
         length = min(len(expected), len(found))
         near = log.is_near(found[:length].reshape(length, -1), expected[:length].reshape(length, -1))
-        self.speech.add(near, len(expected))
+        self.speech.add(common_length(near, np.ones(length)), len(expected))
         if length == len(expected) == len(found) and near.all():
             self._compare_audio(case, values["samples"], LOW_PRECISION_LIMITS, how)
 
@@ -209,18 +212,21 @@ class ServedComparison:
 
     def end(self) -> None:
         """In low precision: compare the share of reproduced steps over all requests."""
-        for name, share in (("tokens", self.text), ("patches", self.speech)):
+        for name, share in (
+            ("tokens after the recorded ones", self.text),
+            ("patches before the first difference of each request", self.speech),
+        ):
             if share.total:
                 self._log.share(
-                    f"{name} before the first difference of each request",
+                    name,
                     same=share.near,
                     total=share.total,
                     minimum=MIN_SHARE_LOW_PRECISION,
-                    note="after it, rounding has routed a token to other experts, or another word is spoken",
+                    note="rounding routes tokens to other experts, and makes other words and patches of them",
                 )
 
 
-def common_length(one: NDArray[np.int64], other: NDArray[np.generic]) -> int:
+def common_length(one: NDArray[np.generic], other: NDArray[np.generic]) -> int:
     """Count the equal values at the start of both."""
     count = min(len(one), len(other))
     is_other = one[:count] != other[:count]
