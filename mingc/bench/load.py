@@ -24,9 +24,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of, transcribe
+from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of
 from mingc.bench.items import Source
 from mingc.bench.records import ClientState, Load, Run, Sample
+from mingc.bench.server import Server
 from mingc.errors import BenchError
 from mingc.host.parent_watchdog import watch_pool_owner
 
@@ -44,6 +45,7 @@ class Job:
 
     Attributes:
         queues: of a closed loop: numbers of the items that each client sends one after the other.
+        until: seconds after which clients send no more, but one request each; None: they send all.
         due: of an open loop: seconds after the beginning, and the number of the item.
         transcriber: writes what was spoken, after the load; None: the server itself.
     """
@@ -53,6 +55,7 @@ class Job:
     source: Source
     wishes: Wishes
     queues: tuple[tuple[int, ...], ...] = ()
+    until: float | None = None
     due: tuple[tuple[float, int], ...] = ()
     transcriber: Target | None = None
 
@@ -109,9 +112,12 @@ class Clients:
         first: int,
         count: int = 0,
         due: Sequence[float] = (),
+        until: float | None = None,
         transcriber: Target | None = None,
     ) -> Run:
         """Send one load: `count` requests of its clients, or a request at each of `due`; items count from `first`.
+
+        `until`: seconds after which clients of a closed loop send no more.
 
         KeyboardInterrupt ends it: the run has what was answered until then, and is not complete. Raises: BenchError
         when a client process ends by itself.
@@ -131,6 +137,7 @@ class Clients:
                     source=source,
                     wishes=wishes,
                     queues=queues,
+                    until=until,
                     due=tuple(numbered[place::processes]),
                     transcriber=transcriber,
                 )
@@ -240,7 +247,7 @@ class _Process:
         gc.enable()
         gc.unfreeze()
         lags.sort()
-        await self._transcribe(job)
+        self._transcribe(job)
         self._end.send(("done", (min(busy, 1.0), lags[int(0.99 * len(lags))] if lags else 0.0)))
 
     def _build(self, job: Job, number: int) -> tuple[Target, Request]:
@@ -249,7 +256,9 @@ class _Process:
 
     async def _one_client(self, job: Job, queue: Sequence[tuple[Target, Request]], began: float) -> None:
         await asyncio.sleep(began - time.perf_counter())
-        for target, request in queue:
+        for place, (target, request) in enumerate(queue):
+            if place and job.until is not None and time.perf_counter() - began >= job.until:
+                break
             await self._ask(job, target, request, None, began)
 
     async def _one_request(
@@ -262,16 +271,17 @@ class _Process:
         sample = await ask(self._clients[target.url], target, request, due, began, job.wishes, self._spoken)
         self._end.send(("sample", _encode(sample)))
 
-    async def _transcribe(self, job: Job) -> None:
+    def _transcribe(self, job: Job) -> None:
         """Send the words of what was spoken and is judged."""
         by = job.transcriber or job.targets[0]
-        client = self._clients.setdefault(by.url, client_of(by))
-        for item, clip in self._spoken.items():
-            try:
-                found = {"text": await transcribe(client, by, clip, job.wishes)}
-            except ValueError as error:
-                found = {"error": str(error)}
-            self._end.send(("transcript", (item, found)))
+        if self._spoken:
+            with Server(by.url, by.key, by.model) as server:
+                for item, clip in self._spoken.items():
+                    try:
+                        found = {"text": server.transcribe(clip, "speech.wav")}
+                    except BenchError as error:
+                        found = {"error": f"the speech cannot be transcribed: {error.message}"}
+                    self._end.send(("transcript", (item, found)))
         self._spoken.clear()
 
 
