@@ -19,7 +19,13 @@ try {
     const whole = await client.chat.completions.create(body);
     let chunks = 0;
     for await (const _ of await client.chat.completions.create({ ...body, stream: true })) chunks += 1;
-    window.outcome = { tokens: whole.usage.completion_tokens, chunks };
+    const voice = ${JSON.stringify(given.voice)};
+    const speech = await client.audio.speech.create({ model: body.model, voice, input: "Hello.", stream_format: "audio" });
+    const bytes = (await speech.arrayBuffer()).byteLength;
+    const file = await (await fetch("data:audio/wav;base64,${given.clip}")).blob();
+    const asked = { model: body.model, file: new File([file], "clip.wav") };
+    const { text } = await client.audio.transcriptions.create(asked); // a tone: nobody speaks
+    window.outcome = { tokens: whole.usage.completion_tokens, chunks, bytes, text };
 } catch (error) {
     window.outcome = { error: String(error) + String(error.cause ?? "") };
 }
@@ -41,7 +47,8 @@ try {
     await tab.goto(`http://127.0.0.1:${given.page_port}/`);
     await tab.waitForFunction("window.outcome", null, { timeout: 60_000 });
     const outcome = await tab.evaluate("window.outcome");
-    assert.ok(outcome.tokens > 0 && outcome.chunks > 0, JSON.stringify(outcome));
+    assert.ok(outcome.tokens > 0 && outcome.chunks > 0 && outcome.bytes > 1000, JSON.stringify(outcome));
+    assert.equal(outcome.text, "");
 } finally {
     await browser.close();
     pages.close();

@@ -31,6 +31,8 @@ TOOL: dict[str, Any] = {
 class Inputs:
     """`url`: base of the API, with /v1. `image`, `clip`: a PNG and a WAV, `turns`: see `first_turn`; all base64.
 
+    `microphone`: path of a WAV with three spoken sentences. `page_port`: of the browser's page; its origin is allowed.
+
     `tools_url`: the same of a model that answers a conversation with tools by the text `One moment.` and two calls,
     `get_weather` with a city and `get_time` with a zone, and one that ends with results by `ANSWER`.
     """
@@ -43,6 +45,8 @@ class Inputs:
     image: str
     clip: str
     turns: list[str]
+    microphone: str
+    page_port: int
 
     @property
     def first_turn(self) -> bytes:

@@ -3,8 +3,7 @@
 A second server has a scripted model, which calls tools.
 
 Environments are made under `build/clients` by pip and npm. `browser` and `page` need Chromium (`CHROMIUM`: its
-program). Each script gets one JSON object on stdin (`client_inputs.Inputs`, and `page_port` for the browser's page) and
-fails by its exit code.
+program). Each script gets one JSON object on stdin (`client_inputs.Inputs`) and fails by its exit code.
 """
 
 from __future__ import annotations
@@ -17,10 +16,13 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import soundfile
+from client_inputs import Inputs
 from eager_export import export_eager
 from mingc_command import DATA, REPOSITORY, serving
 from PIL import Image
@@ -71,28 +73,32 @@ def main() -> None:
     options = ("--api-key-file", keys, "--cors-origin", f"http://127.0.0.1:{page_port}")
     failed = []
     with (
-        serving(given.artifact or export_eager(), *options) as server,
+        tempfile.TemporaryDirectory() as voices,
+        serving(given.artifact or export_eager(), *options, "--voices-dir", voices) as server,
         run_server(lambda: scripted_service()[0]) as tools_url,
     ):
-        inputs = json.dumps(
-            {
-                "url": f"{server.url}/v1",
-                "tools_url": f"{tools_url}/v1",
-                "key": _KEY,
-                "model": "ming-omni",
-                "voice": "DB30",
-                "image": _picture(),
-                "clip": _clip(),
-                "turns": _turns(),
-                "microphone": str(microphone),
-            }
+        inputs = Inputs(
+            url=f"{server.url}/v1",
+            tools_url=f"{tools_url}/v1",
+            key=_KEY,
+            model="ming-omni",
+            voice="DB30",
+            image=_picture(),
+            clip=_clip(),
+            turns=_turns(),
+            microphone=str(microphone),
+            page_port=page_port,
         )
         for name in clients:
             command = _environment(folder, name)
-            if name == "browser.mjs":
-                inputs = json.dumps({**json.loads(inputs), "page_port": page_port})
             done = subprocess.run(
-                command, input=inputs, text=True, capture_output=True, timeout=300, check=False, env=_OUTSIDE
+                command,
+                input=json.dumps(asdict(inputs)),
+                text=True,
+                capture_output=True,
+                timeout=300,
+                check=False,
+                env=_OUTSIDE,
             )
             print(f"{'passed' if done.returncode == 0 else 'FAILED'}  {name}", flush=True)
             if done.returncode:

@@ -21,10 +21,10 @@ from mingc.server.http.request_schemas import (
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
     IMAGE_EDIT_JSON_BODY,
+    NEW_VOICE_FORM,
     SPEECH_BODY,
     TOKENIZE_BODY,
     FunctionTool,
-    NewVoiceForm,
 )
 from mingc.server.http.response_schemas import (
     ChatCompletion,
@@ -40,7 +40,7 @@ from mingc.server.http.response_schemas import (
     VoiceList,
     VoiceObject,
 )
-from mingc.server.http.transcriptions import Transcription, TranscriptionBody, VerboseTranscription
+from mingc.server.http.transcriptions import TRANSCRIPTION_BODY, Transcription, VerboseTranscription
 
 Json = dict[str, Any]
 
@@ -53,7 +53,7 @@ _STRUCTS = (
     IMAGE_EDIT_BODY,
     IMAGE_EDIT_JSON_BODY,
     ImagesResponse,
-    TranscriptionBody,
+    TRANSCRIPTION_BODY,
     TOKENIZE_BODY,
     DETOKENIZE_BODY,
     FunctionTool,
@@ -67,7 +67,7 @@ _STRUCTS = (
     ModelList,
     ModelObject,
     VoiceList,
-    NewVoiceForm,
+    NEW_VOICE_FORM,
     VoiceObject,
     VoiceDeleted,
     HealthResponse,
@@ -130,7 +130,7 @@ def _paths() -> Json:
             )
         },
         "/v1/audio/transcriptions": {
-            "post": _generation("Transcribe speech.", None, transcript, form=TranscriptionBody)
+            "post": _generation("Transcribe speech.", None, transcript, form=TRANSCRIPTION_BODY)
         },
         "/v1/audio/translations": {
             "post": {"summary": "Refused.", "responses": {"400": _ERROR, "401": _ERROR}}
@@ -142,7 +142,7 @@ def _paths() -> Json:
         "/v1/audio/voices": {
             "get": _list("Voices.", _json(VoiceList)),
             "post": _generation(
-                "Add a voice.", None, _json(VoiceObject), form=NewVoiceForm, others=("409", "507")
+                "Add a voice.", None, _json(VoiceObject), form=NEW_VOICE_FORM, others=("409", "507")
             ),
         },
         "/v1/audio/voices/{voice}": {
