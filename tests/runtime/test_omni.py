@@ -50,6 +50,7 @@ from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 from mingc.runtime.service.pipelines import media_embeds
+from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.metrics import Metrics
 
@@ -736,6 +737,28 @@ def test_what_a_spoken_chat_gives_to_its_parts(
     assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
 
 
+@pytest.mark.parametrize(("is_live", "device"), [(True, "cpu"), (False, "cpu"), (True, "meta")])
+def test_thinker_knows_the_spoken_answers_that_somebody_waits_for(
+    is_live: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a talker on its own device; until their first audio is sent."""
+    service, told = make_service(), list[str]()
+    assert service.thinker is not None
+    starts = service.thinker.speech_starts
+    for name in ("expect", "begin", "end"):
+        tell = getattr(starts, name)
+        monkeypatch.setattr(starts, name, lambda key, name=name, tell=tell: (told.append(name), tell(key)))
+    monkeypatch.setattr(service.talkers[0].worker, "device", torch.device(device))
+    request = replace(chat("Hello", SpeechParams(voice="amy"), max_tokens=40), is_live=is_live)
+
+    async def until_first_audio() -> None:
+        async with contextlib.aclosing(service.chat(request)) as events:
+            await until_event(events, AudioDelta)
+            assert told == (["expect", "begin", "end"] if is_live and device == "cpu" else [])
+
+    run(service, until_first_audio())
+
+
 @pytest.mark.parametrize("is_live", [False, True])
 def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
@@ -747,6 +770,22 @@ def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
             return sum(service.load.listeners.values())
 
     assert run(service, num_listeners()) == is_live
+
+
+@pytest.mark.parametrize(("text", "is_here"), [("Hello there.", True), ("Hello there. " * 80, False)])
+def test_only_a_long_text_is_handed_to_a_thread_to_be_read(
+    text: str, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, threads = SpeechPlanner.segment, set[threading.Thread]()
+
+    def noted(self: SpeechPlanner, *arguments: Any) -> Any:
+        threads.add(threading.current_thread())
+        return segment(self, *arguments)
+
+    monkeypatch.setattr(SpeechPlanner, "segment", noted)
+    service = make_service()
+    assert done_of(run(service, collect(service.speech(speech_request(text, max_steps=1))))).finish_reason
+    assert (threads == {threading.main_thread()}) == is_here
 
 
 def test_speech_with_given_noise_is_reproducible() -> None:

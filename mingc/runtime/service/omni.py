@@ -440,6 +440,7 @@ class OmniService:
                         is_live=is_live,
                         priority=priority,
                         recorder=recorder,
+                        thinker=pipeline.loop,
                     )
                     spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
                 matchers, (prompt, keys, encoded) = await self._offload(
@@ -525,6 +526,7 @@ class OmniService:
             is_live=request.is_live,
             priority=request.priority,
             recorder=recorder,
+            is_short=len(request.text) <= _SPOKEN_INLINE,
         )
 
     async def speak(
@@ -536,8 +538,9 @@ class OmniService:
         is_live: bool = False,
         priority: int = 0,
         recorder: Recorder | None = None,
+        is_short: bool = False,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of pieces of text, one segment each. Another thread reads `pieces`."""
+        """Events of the speech of pieces of text, one segment each. Another thread reads them unless they are short."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -554,7 +557,7 @@ class OmniService:
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
-                await self._offload(lambda: speech_stream.enqueue(pieces))
+                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
                 if speech_stream.is_finished:
                     raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
                 timings.mark("prepared")
@@ -731,10 +734,8 @@ class OmniService:
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
             async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
-                if num_characters <= _SPOKEN_INLINE:
-                    speech_stream.enqueue(pieces)
-                else:
-                    await self._offload(lambda: speech_stream.enqueue(pieces))
+                is_short = num_characters <= _SPOKEN_INLINE
+                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
 
             reading = asyncio.ensure_future(read())
             try:
@@ -846,11 +847,15 @@ class OmniService:
         is_live: bool,
         priority: int = 0,
         recorder: Recorder | None,
+        thinker: ThinkerLoop | None = None,
     ) -> SpeechStream:
+        """`thinker`: writes the text."""
         pipeline.planner.check(params)
+        talker = pipeline.talkers.place()
+        shares_device = thinker is not None and thinker.runner.device == talker.worker.device
         return SpeechStream(
             pipeline.planner,
-            pipeline.talkers.place(),
+            talker,
             params,
             stream,
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
@@ -858,6 +863,7 @@ class OmniService:
             is_live=is_live,
             priority=priority,
             recorder=recorder,
+            starts=thinker.speech_starts if thinker is not None and shares_device and is_live else None,
         )
 
     @contextmanager
@@ -879,8 +885,10 @@ class OmniService:
             self._running.discard(stream)
             self._running_chats.discard(stream)
 
-    async def _offload(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the preprocessing threads."""
+    async def _offload(self, work: Callable[[], _T], *, is_short: bool = False) -> _T:
+        """Run `work` in the preprocessing threads; here if it `is_short`."""
+        if is_short:
+            return work()
         self._num_offloaded += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
