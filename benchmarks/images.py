@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ from mingc.probe.stopwatch import Stopwatch
 from mingc.prompts.picture_sizes import RESOLUTIONS, Size, sizes
 from mingc.runtime.engines.backends.aoti import AotiEngine
 from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.images.engines import ImageEngines
+from mingc.runtime.images.engines import ImageEngines, ImageSampler
 from mingc.runtime.images.memory import ImageMemory
 from mingc.runtime.images.tokens import TokenLayout, padded, token_layout
 from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
@@ -127,12 +128,16 @@ class Networks:
             return 1 + 0.1 * value if is_norm else 0.02 * value
 
         self._weights = {name: tensors_of(name, configs, None, draw) for name in STAGES}
-        # Tensors that are not quantized are shared.
-        self._fp8 = functools.cache(
-            lambda: tensors_of(
-                "image_dit", configs, "fp8", lambda source, _: self._weights["image_dit"][source.name]
-            )
-        )
+
+    @functools.cache  # noqa: B019 - lives as long as the script
+    def weights(
+        self, name: str, quantization: Quantization | None, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The weights of a stage on a device; tensors that are not quantized are shared."""
+        found = self._weights[name]
+        if quantization:
+            found = tensors_of(name, self.configs, quantization, lambda source, _: found[source.name])
+        return {key: each.to(device) for key, each in found.items()}
 
     def parameters(self, name: str) -> Any:
         return find(name).parameters(config_of(name, self.configs), options(self.device.type))
@@ -144,7 +149,7 @@ class Networks:
 
     def engines(self, variant: str) -> ImageEngines:
         """The engines of one of `VARIANTS`, as a server has them."""
-        stages = {name: self._stage(name, variant) for name in STAGES}
+        stages = {name: self._stage(name, variant, self.device) for name in STAGES}
         return ImageEngines(
             stages["image_condition"],
             None,
@@ -155,17 +160,23 @@ class Networks:
             device=self.device,
         )
 
-    def _stage(self, name: str, variant: str) -> LoadedStage:
+    def sampler(self, variant: str, device: torch.device) -> ImageSampler:
+        """The sampler on another device."""
+        with current_device(device):
+            stage = self._stage("image_dit", variant, device)
+        return ImageSampler(stage, self.parameters("image_dit"), device)
+
+    def _stage(self, name: str, variant: str, device: torch.device) -> LoadedStage:
         quantization = quantization_of(name, variant)
-        weights = self._fp8() if quantization else self._weights[name]
+        weights = self.weights(name, quantization, device)
         module = module_of(name, self.configs, None, weights) if variant == "plain" else None
         graphs = {}
-        for plan in plans_of(name, self.configs, self.device.type):
+        for plan in plans_of(name, self.configs, device.type):
             if module is not None:
                 engine: Engine = EagerEngine(module, plan.method)
             else:
                 job = Job(stage=name, graph=plan.spec.name, quantization=quantization)
-                engine = AotiEngine(self.folder / job.file, self.device)
+                engine = AotiEngine(self.folder / job.file, device)
                 engine.bind(weights)
             graphs[plan.spec.name] = Graph(plan.spec, {None: engine}, weights)
         return LoadedStage(name, graphs, weights)
@@ -302,7 +313,7 @@ class Measurement:
         return (
             self.randn(samples, len(layout.is_pad), values),
             self.randn(samples, case.rows, parameters.hidden_size).bfloat16(),
-            replace(layout, positions=layout.positions.to(self.device), is_pad=layout.is_pad.to(self.device)),
+            layout.to(self.device),
         )
 
     def rates(self, summary: Mapping[str, float], stage: str, method: str, *shaped: Tensor) -> Figure:
@@ -320,12 +331,13 @@ class Measurement:
             "share_of_bf16_peak": round(rate / self.peak, 3),
         }
 
-    def plan(self, engines: ImageEngines) -> ImageMemory:
+    def plan(self, engines: ImageEngines, num_samplers: int = 1) -> ImageMemory:
         return ImageMemory(
             sampler=engines.parameters,
             vae=engines.vae,
-            itemsize=engines.itemsize,
-            max_samples=engines.max_batch,
+            itemsize=engines.sampler.itemsize,
+            max_samples=engines.sampler.max_batch,
+            num_samplers=num_samplers,
         )
 
     def step(self, engines: ImageEngines, variant: str, case: Case) -> Figure:
@@ -333,7 +345,7 @@ class Measurement:
         latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
 
         def call() -> Tensor:
-            return engines.velocity(latents, caption, layout, _TIME)
+            return engines.sampler.velocity(latents, caption, layout, _TIME)
 
         summary = self.times(call)
         shaped = (latents, layout.positions, layout.is_pad, caption.float(), self.randn(len(latents)))
@@ -362,7 +374,7 @@ class Measurement:
                 (self._exact[case],) = self.networks.float32("image_dit").velocity(
                     latents, layout.positions, layout.is_pad, caption.float(), times
                 )
-        exact, found = self._exact[case], engines.velocity(latents, caption, layout, _TIME)
+        exact, found = self._exact[case], engines.sampler.velocity(latents, caption, layout, _TIME)
         return {
             "name": "image_velocity_error",
             "variant": variant,
@@ -375,12 +387,12 @@ class Measurement:
     def kernels(self, engines: ImageEngines, case: Case) -> list[Figure]:
         """The kernels of a step that take the most time."""
         latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
-        return harness.kernel_table(lambda: engines.velocity(latents, caption, layout, _TIME), 2)[:24]
+        return harness.kernel_table(lambda: engines.sampler.velocity(latents, caption, layout, _TIME), 2)[:24]
 
     def caption(self, engines: ImageEngines, variant: str, rows: int) -> Figure:
         parameters = engines.parameters
         given = self.randn(rows, parameters.caption_width)
-        summary = self.times(lambda: engines.caption(given))
+        summary = self.times(lambda: engines.sampler.caption(given))
         is_pad = torch.zeros(padded(rows, parameters.token_multiple), dtype=torch.bool)
         return {
             "name": "image_caption_ms",
@@ -389,7 +401,7 @@ class Measurement:
             **summary,
             "unit": "ms",
             **self.rates(summary, "image_dit", "caption", given[None], is_pad),
-            "memory_bytes": self.memory(lambda: engines.caption(given)),
+            "memory_bytes": self.memory(lambda: engines.sampler.caption(given)),
         }
 
     def vae(self, engines: ImageEngines, variant: str, method: str, size: Size) -> Figure:
@@ -414,45 +426,46 @@ class Measurement:
             "planned_bytes": self.plan(engines).decode_bytes(size),
         }
 
-    def picture(self, engines: ImageEngines, variant: str, case: Case, num_steps: int) -> Figure:
-        """Whole pictures of one request, from the queries' hidden rows to pixels on the host."""
-        worker = ImageWorker(engines)
+    def picture(
+        self, engines: ImageEngines, second: ImageSampler | None, variant: str, case: Case, num_steps: int
+    ) -> Figure:
+        """Whole pictures of one request, from the queries' hidden rows to pixels on the host.
+
+        `second`: computes the negative samples, on a device of its own.
+        """
+        worker = ImageWorker(engines, second)
         (count,) = self.networks.parameters("image_condition").num_queries[-1:]
         width = config_of("image_condition", self.networks.configs).hidden_size
-        generator = np.random.default_rng(_SEED)
+        reference = np.random.default_rng(_SEED).integers(256, size=(*case.size, 3), dtype=np.uint8)
         drawing = Drawing(
             size=case.size,
             num_steps=num_steps,
             guidance=2.0,
             prompt=PicturePrompt(residual=self.randn(count, width), delta=self.randn(count, width)),
-            reference=generator.integers(256, size=(*case.size, 3), dtype=np.uint8)
-            if case.frames == 2
-            else None,
+            reference=reference if case.frames == 2 else None,
         )
-        seeds = range(case.pictures)
-        warm = worker.begin(worker.prepare(drawing), seeds)
-        worker.step(warm)
-        worker.decode(warm, 0)
         moments: list[float] = []
 
-        def mark() -> None:
+        def draw(most_steps: int) -> None:
+            moments.append(time.perf_counter())
+            batch = worker.begin(worker.prepare(drawing), range(case.pictures))
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             moments.append(time.perf_counter())
-
-        def draw() -> None:
-            mark()
-            batch = worker.begin(worker.prepare(drawing), seeds)
-            mark()
-            while not batch.is_finished:
-                worker.step(batch)
-                mark()
+            for step in range(min(most_steps, batch.prepared.num_steps)):
+                worker.step(batch)  # waits for the step before
+                if step:
+                    moments.append(time.perf_counter())
+            worker.wait(batch)
+            moments.append(time.perf_counter())
             for index in range(case.pictures):
                 worker.decode(batch, index)
-            mark()
+            moments.append(time.perf_counter())
 
-        memory = self.memory(draw)
-        planned = self.plan(engines).batch_bytes(
+        draw(2)  # warm-up
+        moments.clear()
+        memory = self.memory(lambda: draw(num_steps))
+        planned = self.plan(engines, len(worker.samplers)).batch_bytes(
             case.size, case.pictures, num_caption=case.rows, num_samples=2, num_frames=case.frames
         )
         passed = [after - before for before, after in itertools.pairwise(moments)]
@@ -460,6 +473,7 @@ class Measurement:
         return {
             "name": "image_s",
             "variant": variant,
+            "gpus": len(worker.samplers),
             **case.figure,
             "steps": num_steps,
             "evaluated_steps": len(passed) - 2,
@@ -513,9 +527,17 @@ def measure(given: argparse.Namespace, bench: Measurement, save: Callable[[], No
             bench.attempt(functools.partial(bench.error, engines, name, Case(size=squares[-1])))
         save()
     if "picture" in given.parts:
+        others: dict[str, list[ImageSampler | None]] = {name: [None] for name in variants}
+        if given.gpus == 2:
+            # A rehearsal has both halves on the CPU.
+            device = torch.device("cuda", 1) if bench.device.type == "cuda" else bench.device
+            for name, found in others.items():
+                found.append(bench.networks.sampler(name, device))
         for case, (name, engines) in itertools.product(picture_cases(largest, smaller), variants.items()):
-            if name != "plain" or case.pictures == 1:
-                bench.attempt(functools.partial(bench.picture, engines, name, case, given.steps))
+            if name == "plain" and case.pictures > 1:
+                continue
+            for second in others[name]:
+                bench.attempt(functools.partial(bench.picture, engines, second, name, case, given.steps))
         save()
     if "once" in given.parts:
         buckets = dict.fromkeys([*squares, largest_bucket() if bench.device.type == "cuda" else largest])
@@ -547,6 +569,12 @@ def main() -> None:
         "--sizes", type=arguments.wholes(16, 2048), default=(1024, 512), help="sides in pixels"
     )
     parser.add_argument("--profile", type=words(VARIANTS), default=(), help="variants with a kernel table")
+    parser.add_argument(
+        "--gpus",
+        type=arguments.whole(1, 2),
+        default=1,
+        help="2: whole pictures also with a half of the guidance on each",
+    )
     parser.add_argument("--steps", type=arguments.whole(2), default=30, help="of a whole picture")
     parser.add_argument("--count", type=arguments.whole(1), default=30, help="timed runs of one graph")
     parser.add_argument("--engines", type=Path, help="folder of engines to use and to leave for the next run")
@@ -579,12 +607,11 @@ def main() -> None:
 
         def save() -> None:
             if given.json:
-                harness.write(
-                    given.json,
-                    harness.result(
-                        "images", rates, bench.figures, compile_s=compiled, kernels=bench.breakdown
-                    ),
+                document = harness.result(
+                    "images", rates, bench.figures, compile_s=compiled, kernels=bench.breakdown
                 )
+                document["hardware"]["count"] = given.gpus
+                harness.write(given.json, document)
 
         measure(given, bench, save)
         if bench.failures:
