@@ -208,7 +208,8 @@ def test_one_engine_takes_every_size(
     sizes = [{"B": 1, "K": 32}, {"B": 3, "K": 96}]
     if name == "velocity":
         sizes = [{**size, "N": tokens} for size, tokens in zip(sizes, (32, 160), strict=True)]
-    check_engine(module, graph_of(STAGE, config, name), sizes, tmp_path, 1e-5, backend)
+    limit = 3e-5 if backend.name == "onnx" else 1e-5  # 1.4e-5 was measured; an export may have 1e-4
+    check_engine(module, graph_of(STAGE, config, name), sizes, tmp_path, limit, backend)
 
 
 def test_weights_are_those_of_the_checkpoint_and_all_are_used(
