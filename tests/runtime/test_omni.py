@@ -736,6 +736,28 @@ def test_what_a_spoken_chat_gives_to_its_parts(
     assert processor["prompt_tokens"] == done.usage.prompt_tokens > 5
 
 
+@pytest.mark.parametrize(("is_live", "device"), [(True, "cpu"), (False, "cpu"), (True, "meta")])
+def test_thinker_knows_the_spoken_answers_that_somebody_waits_for(
+    is_live: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a talker on its own device; until their first audio is sent."""
+    service, told = make_service(), list[str]()
+    assert service.thinker is not None
+    starts = service.thinker.speech_starts
+    for name in ("expect", "begin", "end"):
+        tell = getattr(starts, name)
+        monkeypatch.setattr(starts, name, lambda key, name=name, tell=tell: (told.append(name), tell(key)))
+    monkeypatch.setattr(service.talkers[0].worker, "device", torch.device(device))
+    request = replace(chat("Hello", SpeechParams(voice="amy"), max_tokens=40), is_live=is_live)
+
+    async def until_first_audio() -> None:
+        async with contextlib.aclosing(service.chat(request)) as events:
+            await until_event(events, AudioDelta)
+            assert told == (["expect", "begin", "end"] if is_live and device == "cpu" else [])
+
+    run(service, until_first_audio())
+
+
 @pytest.mark.parametrize("is_live", [False, True])
 def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()

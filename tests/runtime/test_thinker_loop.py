@@ -401,6 +401,36 @@ def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
     assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
 
 
+@pytest.mark.parametrize(("num_chats", "is_held"), [(1, True), (2, True), (3, False)])
+def test_first_patch_of_a_spoken_answer_goes_before_the_next_step(
+    num_chats: int, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs on the device while it is waited for, and what ran was sent. Many chats do not wait."""
+    loop = make_thinker_loop(is_static=True)
+    starts, waits = loop.speech_starts, list[int]()
+    answers = [ask(loop, each, max_tokens=20) for each in PROMPTS[:num_chats]]
+    while not all(each.items for each in answers):
+        run_step(loop)
+    expected = [len(each.items) + 1 for each in answers]
+
+    def wait() -> None:
+        assert [len(each.items) for each in answers] == expected
+        waits.append(loop.held["thinker steps in flight"])
+        starts.end("answer")
+
+    monkeypatch.setattr(starts, "wait_for_patches", wait)
+    starts.begin("answer")
+    run_step(loop)
+    assert waits == ([0] if is_held else [])
+    monkeypatch.undo()
+    run_until_idle(loop)
+    alone = [make_thinker_loop(is_static=True) for _ in answers]
+    for answer, other, request in zip(answers, alone, PROMPTS, strict=False):
+        again = ask(other, request, max_tokens=20)
+        run_until_idle(other)
+        assert answer.tokens() == again.tokens(), "waiting changes no token"
+
+
 def test_no_row_outside_the_given_pages_is_written() -> None:
     worker = make_thinker_worker(num_pages=9)
     worker.prefill(

@@ -440,6 +440,7 @@ class OmniService:
                         is_live=is_live,
                         priority=priority,
                         recorder=recorder,
+                        thinker=pipeline.loop,
                     )
                     spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
                 matchers, (prompt, keys, encoded) = await self._offload(
@@ -846,11 +847,15 @@ class OmniService:
         is_live: bool,
         priority: int = 0,
         recorder: Recorder | None,
+        thinker: ThinkerLoop | None = None,
     ) -> SpeechStream:
+        """`thinker`: writes the text."""
         pipeline.planner.check(params)
+        talker = pipeline.talkers.place()
+        shares_device = thinker is not None and thinker.runner.device == talker.worker.device
         return SpeechStream(
             pipeline.planner,
-            pipeline.talkers.place(),
+            talker,
             params,
             stream,
             noise=noise or PhiloxNoise(random_seed() if seed is None else seed),
@@ -858,6 +863,7 @@ class OmniService:
             is_live=is_live,
             priority=priority,
             recorder=recorder,
+            starts=thinker.speech_starts if thinker is not None and shares_device and is_live else None,
         )
 
     @contextmanager

@@ -29,6 +29,7 @@ from mingc.runtime.request import (
 )
 from mingc.runtime.request_stream import FailedItem, Item, RequestStream, TextEndItem, TokenItem
 from mingc.runtime.service.tool_calls import CallParser
+from mingc.runtime.speech_starts import SpeechStarts
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.text.spoken import SpokenText
@@ -105,6 +106,7 @@ class SpeechStream:
         is_live: whether the client plays the speech while it is generated; it is then paced.
         priority: streams with a lower one come first.
         recorder: gets the values of all patches.
+        starts: of the thinker that writes the text on the same device; None: the text is there, or nobody listens.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class SpeechStream:
         is_live: bool = False,
         priority: int = 0,
         recorder: Recorder | None = None,
+        starts: SpeechStarts | None = None,
     ) -> None:
         self._planner = planner
         self._loop = loop
@@ -143,6 +146,9 @@ class SpeechStream:
             priority=priority,
             recorder=recorder,
         )
+        self._starts = starts
+        if starts is not None:
+            starts.expect(self)
 
     @property
     def is_finished(self) -> bool:
@@ -152,6 +158,8 @@ class SpeechStream:
     def enqueue(self, pieces: Iterable[SpokenPiece]) -> None:
         """Queue pieces of text after the segments already queued."""
         for piece in pieces:
+            if self._starts is not None and not self.num_segments:
+                self._starts.begin(self)
             segment = self._planner.segment(piece.text, self.num_segments, self._params, self._noise)
             self.num_segments += 1
             self._pieces.append(piece)
@@ -163,6 +171,7 @@ class SpeechStream:
         """Count a patch that was taken from the request's stream and is sent now. Returns it with its text."""
         if not self.num_patches:
             self._loop.begin_playback(self._stream)
+            self._end_start()
         self.num_patches += 1
         self.num_samples += len(patch.samples)
         self.was_capped |= patch.is_capped
@@ -176,7 +185,12 @@ class SpeechStream:
         return replace(patch, segment_text=piece.text, text_end=piece.end)
 
     def close(self) -> None:
+        self._end_start()
         self._loop.cancel(self._stream)
+
+    def _end_start(self) -> None:
+        if self._starts is not None:
+            self._starts.end(self)
 
 
 class ChatOutputProcessor:

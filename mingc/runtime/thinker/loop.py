@@ -35,6 +35,7 @@ from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.kv_cache import SlotPool
 from mingc.runtime.request import FinishReason, Recorder, SamplingParams
 from mingc.runtime.request_stream import FailedItem, Item
+from mingc.runtime.speech_starts import SpeechStarts
 from mingc.runtime.thinker.logit_edits import NO_OPTIONS, SampleOptions, top_logprobs
 from mingc.runtime.thinker.page_keys import answer_keys, page_keys
 from mingc.runtime.thinker.running_chat import (
@@ -56,6 +57,7 @@ log = logging.getLogger("mingc.engine")
 # The device is certainly busy for this share of a chunk's measured time. Real tokens may reach fewer experts than the
 # random tokens of the measurement.
 _BUSY_SHARE = 0.5
+_FEW_CHATS = 2  # with more, the steps that wait for a first patch are of too many others
 
 
 class StepRunner(Protocol):
@@ -102,6 +104,9 @@ class ThinkerLoop(EngineThread):
     Args:
         stop_ids: tokens that end every answer and are not part of it; a request may name more.
         prefix_salt: distinguishes the prefix cache's keys of different models; None: no prefix cache.
+
+    Attributes:
+        speech_starts: spoken answers on the thinker's device whose first patches go before the next step.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class ThinkerLoop(EngineThread):
         super().__init__("thinker")
         self.runner = runner
         self.scheduler = scheduler
+        self.speech_starts = SpeechStarts()
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
         self._prefix_salt = prefix_salt
@@ -237,7 +243,7 @@ class ThinkerLoop(EngineThread):
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        if self._wait_for_prompts():
+        if self._wait_for_prompts() or self._wait_for_speech():
             return True
         with self._lock:
             plan = self.scheduler.plan()
@@ -274,6 +280,15 @@ class ThinkerLoop(EngineThread):
                 return False
             if not self._inbox:
                 self._wake.wait(left)
+        return True
+
+    def _wait_for_speech(self) -> bool:
+        """Let the first patch of a spoken answer go before the next step. Returns False to plan the step."""
+        num_chats = self.scheduler.num_running + self.scheduler.num_waiting
+        if not self._launched or num_chats > _FEW_CHATS or not self.speech_starts.wait_for_segment():
+            return False
+        self._launch_and_collect((), len(self._launched))
+        self.speech_starts.wait_for_patches()
         return True
 
     def _measured_ms(self, chunk: PrefillChunk) -> float:
