@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mingc.text.natural.markup import plain_text
 from mingc.text.spoken import SPEECH_TEXTS, SpeechText, SpokenText, spoken_pieces
 from mingc.text.spoken_piece import SpokenPiece
 
@@ -100,6 +101,13 @@ def test_a_text_that_arrives_letter_by_letter_has_the_same_pieces(text: str) -> 
 )
 def test_every_letter_of_any_script_is_spoken_with_its_blanks(text: str) -> None:
     assert words([read(text)]) == words([text])
+
+
+@given(st.text("abZ ,.!?;:'\"\n今天㐀，。！？；：、", max_size=20))
+def test_words_without_markup_are_left_as_they_are(text: str) -> None:
+    """With and without a character that makes all rules run."""
+    assert plain_text(text) == text
+    assert plain_text(f"{text}\u200b") == f"{text} "
 
 
 @pytest.mark.parametrize(

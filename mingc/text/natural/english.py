@@ -121,8 +121,9 @@ _ABBREVIATIONS: tuple[tuple[str, str], ...] = (  # a pattern without its dot; ma
     (r"[Ii]ncl", "including"), (r"[Nn][Oo](?=\.\s*\d)", "number"), (r"[Nn]os(?=\.\s*\d)", "numbers"), (r"[Aa]ppt",
      "appointment"),
 )  # fmt: skip
+# Most words have no dot behind them, and need not be compared with every abbreviation.
 _ABBREVIATION = re.compile(
-    r"(?<![\w.])(?:" + "|".join(f"({pattern})" for pattern, _ in _ABBREVIATIONS) + r")\."
+    r"(?<![\w.])(?=[A-Za-z ]{1,6}\.)(?:" + "|".join(f"({pattern})" for pattern, _ in _ABBREVIATIONS) + r")\."
 )
 _ROMAN_BEFORE = (
     "chapter|part|volume|book|act|scene|section|world war|war|phase|stage|type|class|level|appendix|article|title|"

@@ -36,6 +36,8 @@ _STEPS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<![\w_])_(?=[^\s_])([^_\n]*[^\s_])_(?![\w_])"), r"\1"),
     (re.compile(r"\$\$?([^$\n]*[\\^_=][^$\n]*)\$\$?|\\[(\[](.*?)\\[)\]]"), r"\1\2"),  # formulas
 )
+# No rule of this file changes a text of these characters alone.
+_PLAIN = re.compile(r"[A-Za-z ,.!?;:'\"㐀-䶿一-鿿，。！？；：、]*")
 _ROW = re.compile(r"^\s*\|(.*)\|\s*$")
 # Full-width letters, digits and symbols become narrow; marks of Chinese stay.
 _NARROW = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F) if chr(code) not in "，。！？；：（）"}
@@ -49,6 +51,8 @@ _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+")
 
 def plain_text(text: str) -> str:
     """The words of a clause with its marks, symbols and numbers, in narrow characters."""
+    if _PLAIN.fullmatch(text):
+        return text
     if "&" in text:
         text = html.unescape(text)
     if "<" in text:

@@ -19,6 +19,9 @@ _AFTER_NUMBER = re.compile(r"(?<=\d)[°º]?[A-Za-zµμ/]{1,4}(?![A-Za-z])")
 _QUOTES = str.maketrans(dict.fromkeys("\"“”„«»「」『』《》〈〉", " ") | {"(": ",", ")": ",", "[": ",", "]": ",",
  "{": ",", "}": ",", "（": "，", "）": "，", "【": "，", "】": "，", "’": "'", "‘": "'"})  # fmt: skip
 _MARKS = ",.!?;:，。！？；：、"
+_NOT_AS_IT_IS = re.compile(
+    rf"[^A-Za-z0-9 '\-_/{_MARKS}㐀-䶿一-鿿]"
+)  # what `_spoken` changes, and letters of other scripts
 _PAUSES = re.compile(rf"\s*([{_MARKS}])(?:\s*[{_MARKS}])*")
 _LEADING = re.compile(rf"^[\s{_MARKS}'-]+")
 _BLANKS = re.compile(r"\s+")
@@ -53,7 +56,7 @@ def read_clause(text: str, before: Language) -> tuple[str, Language]:
         text = read_english(text)
     elif language == "zh":
         text = read_chinese(text)
-    text = _LOOSE_HYPHEN.sub(" ", "".join(map(_spoken, text.translate(_QUOTES))))
+    text = _LOOSE_HYPHEN.sub(" ", _NOT_AS_IT_IS.sub(lambda found: _spoken(found[0]), text.translate(_QUOTES)))
     text = _BLANKS.sub(" ", _LEADING.sub("", _PAUSES.sub(r"\1 ", text))).strip()
     if language == "zh":
         text = _BETWEEN_IDEOGRAPHS.sub("", _AFTER_MARK.sub("", text))

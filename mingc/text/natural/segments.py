@@ -15,6 +15,8 @@ from mingc.text.natural.reading import Language, read_clause
 from mingc.text.spoken_piece import SpokenPiece, places_of_parts
 
 _WIDE = "぀-ヿ㐀-䶿一-鿿가-힯豈-﫿"
+_STARTS_WIDE = re.compile(rf"[{_WIDE}]")
+_ENDS_WIDE = re.compile(rf"[{_WIDE}。，！？；：、]\Z")
 # A word or an ideograph, kana or syllable, with the marks and blanks behind it.
 _UNIT = re.compile(rf"(?:[{_WIDE}]|[^\s{_WIDE}]*[^\W_{_WIDE}][^\s{_WIDE}]*)[^\w{_WIDE}]*")
 _SENTENCE_MARKS = ".!?;。！？；"
@@ -95,10 +97,7 @@ class NaturalSegmenter:
 
 
 def _joined(before: str, after: str, *, is_apart: bool) -> str:
-    is_wide = (
-        re.match(rf"[{_WIDE}]", after) is not None
-        and re.search(rf"[{_WIDE}。，！？；：、]\Z", before) is not None
-    )
+    is_wide = _STARTS_WIDE.match(after) is not None and _ENDS_WIDE.search(before) is not None
     if is_apart and before[-1] not in _SENTENCE_MARKS:
         before = before.rstrip(",:，：、") + ("。" if is_wide else ".")
     return before + ("" if is_wide else " ") + after
