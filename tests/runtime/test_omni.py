@@ -50,6 +50,7 @@ from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
 from mingc.runtime.service.pipelines import media_embeds
+from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.server.metrics import Metrics
 
@@ -769,6 +770,22 @@ def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
             return sum(service.load.listeners.values())
 
     assert run(service, num_listeners()) == is_live
+
+
+@pytest.mark.parametrize(("text", "is_here"), [("Hello there.", True), ("Hello there. " * 80, False)])
+def test_only_a_long_text_is_handed_to_a_thread_to_be_read(
+    text: str, is_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment, threads = SpeechPlanner.segment, set[threading.Thread]()
+
+    def noted(self: SpeechPlanner, *arguments: Any) -> Any:
+        threads.add(threading.current_thread())
+        return segment(self, *arguments)
+
+    monkeypatch.setattr(SpeechPlanner, "segment", noted)
+    service = make_service()
+    assert done_of(run(service, collect(service.speech(speech_request(text, max_steps=1))))).finish_reason
+    assert (threads == {threading.main_thread()}) == is_here
 
 
 def test_speech_with_given_noise_is_reproducible() -> None:

@@ -526,6 +526,7 @@ class OmniService:
             is_live=request.is_live,
             priority=request.priority,
             recorder=recorder,
+            is_short=len(request.text) <= _SPOKEN_INLINE,
         )
 
     async def speak(
@@ -537,8 +538,9 @@ class OmniService:
         is_live: bool = False,
         priority: int = 0,
         recorder: Recorder | None = None,
+        is_short: bool = False,
     ) -> AsyncGenerator[Event]:
-        """Events of the speech of pieces of text, one segment each. Another thread reads `pieces`."""
+        """Events of the speech of pieces of text, one segment each. Another thread reads them unless they are short."""
         timings = Timings()
         speech = self._speech_pipeline()
         with self._begin(is_chat=False) as stream:
@@ -555,7 +557,7 @@ class OmniService:
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
-                await self._offload(lambda: speech_stream.enqueue(pieces))
+                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
                 if speech_stream.is_finished:
                     raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
                 timings.mark("prepared")
@@ -732,10 +734,8 @@ class OmniService:
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
             async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
-                if num_characters <= _SPOKEN_INLINE:
-                    speech_stream.enqueue(pieces)
-                else:
-                    await self._offload(lambda: speech_stream.enqueue(pieces))
+                is_short = num_characters <= _SPOKEN_INLINE
+                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
 
             reading = asyncio.ensure_future(read())
             try:
@@ -885,8 +885,10 @@ class OmniService:
             self._running.discard(stream)
             self._running_chats.discard(stream)
 
-    async def _offload(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in the preprocessing threads."""
+    async def _offload(self, work: Callable[[], _T], *, is_short: bool = False) -> _T:
+        """Run `work` in the preprocessing threads; here if it `is_short`."""
+        if is_short:
+            return work()
         self._num_offloaded += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
