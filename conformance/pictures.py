@@ -30,7 +30,7 @@ def replay_velocities(engines: Engines, log: ReferenceLog, _: Mapping[str, Any])
     patch = pictures.parameters.patch_size
     for case in log.cases("out"):
         with log.case(case):
-            caption = pictures.caption(_tensor(engines, log, f"{case}.caption"))
+            caption = pictures.sampler.caption(_tensor(engines, log, f"{case}.caption"))
             frames = [_tensor(engines, log, f"{case}.latent")]
             if f"{case}.ref_latent" in log:
                 frames.append(_tensor(engines, log, f"{case}.ref_latent"))
@@ -39,7 +39,7 @@ def replay_velocities(engines: Engines, log: ReferenceLog, _: Mapping[str, Any])
             given = torch.cat([to_tokens(frame.transpose(0, 1), patch) for frame in frames], dim=1)
             tokens = given.new_zeros(1, len(layout.is_pad), given.shape[2])
             tokens[:, : given.shape[1]] = given
-            found = pictures.velocity(tokens, caption[None], layout, float(log.input(f"{case}.t")[0]))
+            found = pictures.sampler.velocity(tokens, caption[None], layout, float(log.input(f"{case}.t")[0]))
             velocity = to_latents(found[:, : layout.num_noisy], patch, (height, width))
             log.tensor(f"{case}.out", to_numpy(velocity).transpose(1, 0, 2, 3))
 

@@ -135,14 +135,12 @@ class ImageLoop(EngineThread):
 
     def _run(self) -> None:
         with ExitStack() as stack:
-            for sampler in reversed(
-                self.worker.samplers
-            ):  # the last stream entered, of the first, is the current one
+            # Entering a stream also makes its device the current one: the first device comes last.
+            for sampler in reversed(self.worker.samplers):
                 if (device := sampler.device).type == "cuda":
                     stream = torch.cuda.Stream(device, priority=stream_priority.DRAWING)  # type: ignore[no-untyped-call]
-                    stream.wait_stream(
-                        torch.cuda.current_stream(device)
-                    )  # the weights are being copied there
+                    loading = torch.cuda.current_stream(device)  # the weights are being copied there
+                    stream.wait_stream(loading)
                     stack.enter_context(torch.cuda.stream(stream))
             super()._run()
 

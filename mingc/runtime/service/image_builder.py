@@ -36,7 +36,6 @@ def build_images(
     Raises: ArtifactError when they do not fit each other.
     """
     device = devices[0]
-    samplers: list[ImageSampler] = []
     with current_device(device):
         condition, decoder = (context.load(name, device) for name in (stages.condition, stages.decoder))
         glyph = None if stages.glyph is None else context.load(stages.glyph, device)
@@ -47,11 +46,12 @@ def build_images(
     engines = ImageEngines(
         condition, glyph, sampler, decoder, parameters=stages.dit, vae=stages.vae, device=device
     )
+    second = None
     for other in devices[1:]:
         with current_device(other):
             copy = context.load(stages.sampler, other, copied=sampler.weights)
-        samplers.append(ImageSampler(copy, stages.dit, other))
-    worker = ImageWorker(engines, *samplers)
+        second = ImageSampler(copy, stages.dit, other)
+    worker = ImageWorker(engines, second)
     memory = ImageMemory(
         sampler=stages.dit,
         vae=stages.vae,
