@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -49,12 +49,14 @@ def bench(
     command: str,
     key: str = "",
     items: Sequence[Item] = (),
+    keep: Callable[[BenchFile], None] = lambda _: None,
 ) -> BenchFile:
     """Measure the servers at `urls`, which share the requests.
 
     Args:
         key: API key; empty: none.
         items: of a data set, each sent once a run; empty: the built-in ones.
+        keep: gets the result so far after every repeat of a load.
 
     Ctrl-C ends it early, and so does a server that answers no more: the result has what was measured. Raises:
     BenchError when nothing was.
@@ -63,28 +65,23 @@ def bench(
     servers = {(url := _base(each)): _look_at(url, key, options.model) for each in urls}
     seed = secrets.randbits(32) if options.seed is None else options.seed
     settings = msgspec.json.decode(msgspec.json.encode({**dataclasses.asdict(options), "seed": seed}))
-    runs, is_complete = list[Run](), False
+    file = BenchFile(
+        command=command, date=date, hardware=_hardware(), versions=_versions(), servers=servers, settings=settings,
+        runs=(), is_complete=False,
+    )  # fmt: skip
     session = _Session(servers, options, seed, key, items)
     try:
         for run in session.runs(progress):
-            runs.append(run)
-        is_complete = all(run.is_complete for run in runs)
+            file = msgspec.structs.replace(file, runs=(*file.runs, run))
+            keep(file)
+        is_complete = all(run.is_complete for run in file.runs)
+        file = msgspec.structs.replace(file, is_complete=is_complete)
     except (KeyboardInterrupt, BenchError) as error:
-        if not runs:
+        if not file.runs:
             raise
         if isinstance(error, BenchError):
             step_logger("bench")(f"ends early: {error}")
-    return BenchFile(
-        command=command,
-        date=date,
-        hardware=_hardware(),
-        versions=_versions(),
-        servers=servers,
-        settings=settings,
-        runs=tuple(runs),
-        findings=find_traps(runs),
-        is_complete=is_complete,
-    )
+    return msgspec.structs.replace(file, findings=find_traps(file.runs))
 
 
 class _Session:
@@ -188,7 +185,7 @@ class _Session:
         due, number = list[float](), 0
         if load.kind == "open":
             seed = f"{self._seed} {path} {load.rate} {repeat}"
-            due = poisson(load.rate, load.burst, self._options.duration, seed)
+            due = poisson(load.rate, load.burst, self._options.open_s, seed)
         else:
             number = len(own) or load.concurrency * self._options.rounds
         first = 0 if own else self._take(path, number or len(due))
@@ -196,6 +193,7 @@ class _Session:
         run = clients.run(
             path, load, repeat, targets, source, self._wishes,
             first=first, count=number, due=due, transcriber=self._transcriber,
+            until=None if own else self._options.duration,
         )  # fmt: skip
         try:
             after = _counters(targets) if run.is_complete else before

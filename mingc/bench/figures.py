@@ -101,6 +101,8 @@ _TIMES: tuple[tuple[str, str, tuple[str, ...], Callable[[Sample], Sequence[float
     ("real-time factor", "", ("median", "p95"), _rtf),
     ("wall", "ms", ("median", "p95"), lambda sample: [1e3 * (sample.ended - sample.scheduled)]),
 )
+# A session may hold back the text of an answer that it began early, and its tokens are of sound, too.
+_OF_TOKENS = ("tokens", "time per output token", "pause between tokens")
 _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -124,12 +126,14 @@ def measures(run: Run) -> Iterator[tuple[Figure, Measure]]:
     if not samples:
         return
     yield SUCCESS, Ratio(100.0 * np.array(good), np.ones(len(samples)))
-    weights = _wall_shares(run)
+    weights, left_out = _wall_shares(run), _OF_TOKENS if run.path == "realtime" else ()
     for figure, amount in _RATES.items():
         amounts = [amount(sample) if is_good else 0.0 for sample, is_good in zip(samples, good, strict=True)]
-        if any(amounts) and None not in amounts:
+        if any(amounts) and None not in amounts and figure.name not in left_out:
             yield figure, Ratio(np.array(amounts, dtype=np.float64), weights)
     for name, unit, quantiles, values in _TIMES:
+        if name in left_out:
+            continue
         owned = [values(sample) if is_good else () for sample, is_good in zip(samples, good, strict=True)]
         for quantile in quantiles:
             yield from _quantile(Figure(f"{name}, {quantile}", unit), owned, _QUANTILES[quantile])

@@ -44,6 +44,7 @@ class Job:
 
     Attributes:
         queues: of a closed loop: numbers of the items that each client sends one after the other.
+        until: seconds after which clients send no more, but one request each; None: they send all.
         due: of an open loop: seconds after the beginning, and the number of the item.
         transcriber: writes what was spoken, after the load; None: the server itself.
     """
@@ -53,6 +54,7 @@ class Job:
     source: Source
     wishes: Wishes
     queues: tuple[tuple[int, ...], ...] = ()
+    until: float | None = None
     due: tuple[tuple[float, int], ...] = ()
     transcriber: Target | None = None
 
@@ -109,9 +111,12 @@ class Clients:
         first: int,
         count: int = 0,
         due: Sequence[float] = (),
+        until: float | None = None,
         transcriber: Target | None = None,
     ) -> Run:
         """Send one load: `count` requests of its clients, or a request at each of `due`; items count from `first`.
+
+        `until`: seconds after which clients of a closed loop send no more.
 
         KeyboardInterrupt ends it: the run has what was answered until then, and is not complete. Raises: BenchError
         when a client process ends by itself.
@@ -131,6 +136,7 @@ class Clients:
                     source=source,
                     wishes=wishes,
                     queues=queues,
+                    until=until,
                     due=tuple(numbered[place::processes]),
                     transcriber=transcriber,
                 )
@@ -249,7 +255,9 @@ class _Process:
 
     async def _one_client(self, job: Job, queue: Sequence[tuple[Target, Request]], began: float) -> None:
         await asyncio.sleep(began - time.perf_counter())
-        for target, request in queue:
+        for place, (target, request) in enumerate(queue):
+            if place and job.until is not None and time.perf_counter() - began >= job.until:
+                break
             await self._ask(job, target, request, None, began)
 
     async def _one_request(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mingc.bench.records import Load
 
 _MAX_REQUESTS = 100_000  # of a load
+_OPEN_S = 30.0
 _WHAT, _LOADS, _CLIENTS = "Requests", "Loads", "Clients"
 
 
@@ -77,15 +78,11 @@ class BenchOptions:
     burst: int = option(
         1, "--burst", least=1, most=4096, group=_LOADS, help="Requests of an open loop that arrive together."
     )
-    duration: float = option(
-        30.0,
-        "--duration",
-        above=0,
-        most=24 * 3600,
-        unit=SECONDS,
-        group=_LOADS,
-        help="Length of an open loop.",
-    )
+    duration: float | None = option(
+        None, "--duration", above=0, most=24 * 3600, unit=SECONDS, group=_LOADS,
+        shown_default="30s of an open loop; a closed one ends after its rounds",
+        help="Length of an open loop. A client of a closed loop sends a request, and no further one after this time.",
+    )  # fmt: skip
     repeats: int = option(3, "--repeats", least=1, group=_LOADS, help="Repeats of every load.")
     client_processes: int | None = option(
         None, "--client-processes", least=1, most=256, group=_CLIENTS,
@@ -117,13 +114,18 @@ class BenchOptions:
         except ValueError as error:
             problems.append(f"--fields {self.fields}: must be a JSON object: {error}")
         most = max(
-            max(self.rates) * self.duration if self.rates else max(self.concurrency, default=0) * self.rounds,
+            max(self.rates) * self.open_s if self.rates else max(self.concurrency, default=0) * self.rounds,
             0,
         )
         if most > _MAX_REQUESTS:
             problems.append(f"a load of {most:,.0f} requests: they are written before the first is sent, so at most"
                             f" {_MAX_REQUESTS:,}")  # fmt: skip
         check(self, *problems, where="mingc bench", fix="see mingc bench --help")
+
+    @property
+    def open_s(self) -> float:
+        """Seconds of an open loop."""
+        return _OPEN_S if self.duration is None else self.duration
 
     @property
     def more_fields(self) -> Mapping[str, Any]:

@@ -23,10 +23,8 @@ from mingc.bench.statistics import Estimate, Quantile
 from mingc.console.report_page import Cell, Chart, Point, ReportPage, Section, Table
 
 Figures = Mapping[Figure, Estimate]
-_OVERVIEW = ("success", "requests", "tokens", "audio", "pictures", "first token, median",
-             "time per output token, median", "first audio, median", "real-time factor, median",
-             "underruns per answer", "first unfinished picture, median", "time per picture, median",
-             "wall, median")  # fmt: skip
+_OVERVIEW = ("success", "requests", "tokens", "audio", "first token", "time per output token", "first audio",
+             "real-time factor", "underruns per answer", "first unfinished picture", "wall")  # fmt: skip
 _SPREAD = (FIRST_TOKEN, FIRST_AUDIO, WALL)
 _SPREAD_LINES = 8  # loads in a chart
 _SHARES = np.linspace(0, 1, 51)
@@ -98,28 +96,33 @@ def _verdicts(comparison: Comparison, *, has_changed: bool) -> Section:
 
 
 def _overview(found: Mapping[tuple[str, Load], Figures]) -> Section:
+    """One row a path and load, for whoever publishes them: of times the median and the p95."""
     by_name = {figure.name: figure for figures in found.values() for figure in figures}
-    shown = [by_name[name] for name in _OVERVIEW if name in by_name]
+    of_names = [
+        [by_name[each] for each in (name, f"{name}, median", f"{name}, p95") if each in by_name]
+        for name in _OVERVIEW
+    ]
+    columns = [figures for figures in of_names if figures]
     rows = tuple(
-        (
-            f"{path} {load.label}",
-            *(_number(figures[figure].mean) if figure in figures else None for figure in shown),
-        )
+        (path, load.label, *(_overview_cell(figures, column) for column in columns))
         for (path, load), figures in found.items()
     )
     charts = [
         chart
-        for figure in shown
+        for figure, *_ in columns
         if figure not in (SUCCESS, UNDERRUNS)
         for chart in _over_loads(
             figure.label,
             {path: (figure, _of(found, path)) for path in dict.fromkeys(path for path, _ in found)},
         )
     ]
-    table = Table(
-        caption="Means over repeats", columns=("load", *(figure.label for figure in shown)), rows=rows
-    )
+    labels = [figure.label.replace("median", "median / p95") for figure, *_ in columns]
+    table = Table(caption="Means over repeats", columns=("path", "load", *labels), rows=rows)
     return Section(heading="Overview", charts=tuple(charts), tables=(table,))
+
+
+def _overview_cell(figures: Figures, column: Sequence[Figure]) -> str:
+    return " / ".join(_number(figures[each].mean) for each in column if each in figures)
 
 
 def _of(found: Mapping[tuple[str, Load], Figures], path: str) -> Mapping[Load, Figures]:

@@ -92,6 +92,7 @@ def command(
             command=shlex.join(["mingc", *words]),
             key=os.environ.get("OPENAI_API_KEY", ""),
             items=items,
+            keep=lambda file: None if output is None else write(output, file),  # it may be killed
         )
     if given_data is not None:
         scores = score(given_data.items, given_data.judge, file.runs)

@@ -30,7 +30,7 @@ function table(parent, caption, heads, rows, label) {
   const region = { class: "scroll", role: "region", tabindex: 0, "aria-label": [label, caption].filter(Boolean).join(": ") };
   const own = add(add(parent, "div", null, region), "table", null, heads.length === 2 ? { class: "facts" } : {});
   if (caption) add(own, "caption", caption);
-  const isNumber = (value) => typeof value === "number" || /^[-+−]?[\d.,]+( ± .*| \(.*| [–%].*)?$/.test(value);
+  const isNumber = (value) => typeof value === "number" || /^[-+−]?[\d.,]+( ± .*| \(.*| [–%/].*)?$/.test(value);
   const kinds = heads.map((_, column) => {
     const filled = rows.map((row) => row[column]).filter((value) => show(value) !== "");
     return column && filled.length && filled.every(isNumber) ? { class: "number" } : {};

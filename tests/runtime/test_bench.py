@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from fake_service import TEXT_ONLY, FakeService
-from server_thread import fake_server, run_server
+from server_thread import eventually, fake_server, run_server
 from stand_in_server import CHUNK, CHUNKS, RATE, stand_in, wav
 
 from mingc.bench.bench import bench
@@ -175,6 +174,14 @@ def test_servers_share_the_requests_of_several_client_processes() -> None:
     assert {each.server for each in file.runs[0].samples} == {first, second} == file.servers.keys()
 
 
+def test_a_closed_loop_ends_after_its_duration_and_every_client_has_sent_one_request() -> None:
+    """An answer of the stand-in takes longer than a millisecond, so no client sends a second one."""
+    with stand_in() as (url, server):
+        file = measure(url, paths=("text",), rounds=50, duration=0.001)
+    (run,) = file.runs
+    assert len(run.samples) == 2 and run.is_complete and file.is_complete and len(server.bodies) == 5
+
+
 def test_arrivals_are_poisson() -> None:
     times = poisson(50.0, 5, 400.0, "seed")
     gaps = [after - before for before, after in zip(times[::5], times[5::5], strict=False)]
@@ -253,36 +260,27 @@ def _failing_after(server: Any, count: int) -> Any:
     return Route("/v1/chat/completions", answer, methods=["POST"])
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGINT, 60), (signal.SIGKILL, 0.5)])
+def test_a_signal_leaves_what_was_measured(number: signal.Signals, seconds: float, tmp_path: Path) -> None:
+    """SIGINT every answer until then, SIGKILL the loads that were complete."""
     output = tmp_path / "result.json"
     with stand_in() as (url, server):
-        command = [
-            sys.executable,
-            "-m",
-            "mingc",
-            "bench",
-            url,
-            "--path",
-            "text",
-            "--rate",
-            "40",
-            "--duration",
-            "60s",
-        ]
+        command = [sys.executable, "-m", "mingc", "bench", url, "--path", "text", "--tokens", "4"]
         process = subprocess.Popen(
-            [*command, "--repeats", "1", "--tokens", "4", "--output", output],
+            [*command, "--rate", "40", "--duration", f"{seconds}s", "--repeats", "100", "--output", output],
             stderr=subprocess.PIPE,
             # A shell's background job ignores it, and what it starts does so too.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        while len(server.bodies) < 60:  # nine before the load; most of the others are answered
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        # Nine requests come before the load; most of the others are answered.
+        eventually(lambda: output.exists() if number == signal.SIGKILL else len(server.bodies) >= 60)
+        process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    (run,) = read(output).runs
-    assert not run.is_complete and len(run.samples) >= 5 and not any(each.error for each in run.samples)
+    assert process.returncode == (130 if number == signal.SIGINT else -number), errors
+    file = read(output)
+    assert not file.is_complete and all(run.is_complete == (number == signal.SIGKILL) for run in file.runs)
+    samples = [each for run in file.runs for each in run.samples]
+    assert len(samples) >= 5 and not any(each.error for each in samples)
     group = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     assert group.stdout == ""
 

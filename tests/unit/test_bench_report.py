@@ -130,6 +130,14 @@ def test_figures_of_pictures_by_hand() -> None:
     assert found == pytest.approx(wanted)
 
 
+def test_a_session_has_no_figures_of_tokens() -> None:
+    """It counts those of sound, too, and holds back the text of an answer that it began before the turn ended."""
+    turn = spoken(1.0, (0.5, 0.6), (500, 500), token_times=(1.4, 1.4), output_tokens=80)
+    found = means([run("realtime", Load(kind="closed", concurrency=1), [turn], wall_s=2.0)])
+    assert found["first token, median, ms"] == pytest.approx(400)
+    assert not [name for name in found if "tokens" in name or "output token" in name]
+
+
 def test_a_figure_that_a_server_does_not_give_is_absent() -> None:
     uncounted = Sample(item="a", server="s", scheduled=0.0, sent=0.0, ended=1.0, token_times=(0.5, 0.9))
     found = means([run("text", Load(kind="closed", concurrency=1), [uncounted], wall_s=1.0)])
@@ -295,6 +303,14 @@ def test_markdown() -> None:
     ]
     success = next(line for line in figures if line.startswith("| success, %"))
     assert re.fullmatch(r"\| success, % \|( 97.5 ± 0 \(9[0-9.]+–100\) \|){3}", success)
+    (overview,) = [table for table in tables if table[0].startswith("| path | load |")]
+    assert [line.split(" | ")[:2] for line in overview[2:]] == [
+        [f"| {path}", f"c={clients}"] for clients in (1, 4, 16) for path in ("text", "speech-stream")
+    ]
+    place = overview[0].split(" | ").index("first audio, median / p95, ms")
+    assert (
+        re.fullmatch(r"\d+ / \d+", overview[3].split(" | ")[place]) and overview[2].split(" | ")[place] == ""
+    )
     assert "| gsm8k | accuracy, % | 93.2 |" in text and "| worse |" in text
     slower = next(
         line for line in text.splitlines() if line.startswith("| text c=1 | wall, median, ms | worse |")
