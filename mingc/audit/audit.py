@@ -10,7 +10,7 @@ from mingc.audit.comparison import judge
 from mingc.audit.measures import Embed, Measured
 from mingc.audit.report import AuditReport, SoundRow
 from mingc.audit.self_audit import Collected, Speaking, collect, heard, judge_servers
-from mingc.audit.server import Transcribe, is_url, served
+from mingc.audit.server import Transcribe, is_url, served, transcribed_by
 from mingc.audit.sounds import Sound, read_group
 from mingc.errors import ConfigError
 
@@ -48,8 +48,8 @@ def audit(
     if kinds == {True}:
         for label, target in targets.items():
             with served(target) as server:
-                servers.append(Collected(name=label, sample_rate=server.sample_rate))
-                heard_by = transcribe or server.transcribe
+                servers.append(Collected(name=label, sample_rate=server.entry.get("sample_rate") or None))
+                heard_by = transcribe or transcribed_by(server)
                 speaking = Speaking(
                     server=server, found=servers[-1], transcribe=heard_by, embed=embed, log=log
                 )

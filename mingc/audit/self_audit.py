@@ -13,8 +13,9 @@ from mingc.audit.comparison import Judgement, faults, judge, language
 from mingc.audit.measures import Embed, Measured
 from mingc.audit.questions import COOKBOOK, LONG, SENTENCES, Question, digest_of, made_questions, media_part
 from mingc.audit.report import Check, FigureRow, Verdict
-from mingc.audit.server import AbsentError, AnswerError, Server, Transcribe
-from mingc.audit.sounds import read_file
+from mingc.audit.server import Transcribe
+from mingc.audit.sounds import read_file, read_sound
+from mingc.bench.server import AbsentError, AnswerError, Server
 from mingc.errors import MingcError
 from mingc.text.error_rate import normalised, word_errors
 
@@ -74,9 +75,8 @@ class Speaking:
     def speak(self, text: str, voice: str | None, utterance: str, name: str, into: list[Measured]) -> None:
         """Speak and transcribe a text; a failure becomes a problem."""
         try:
-            sound = self.server.speak(
-                text, voice, name=f"{name}.wav", utterance=utterance, language=language(text)
-            )
+            data, counted_s = self.server.speak(text, voice, language(text))
+            sound = read_sound(data, f"{name}.wav", utterance=utterance, text=text, counted_s=counted_s)
             into.append(Measured(sound=sound, embed=self.embed))
             into[-1] = heard(into[-1], self.transcribe)
         except MingcError as error:
@@ -119,7 +119,8 @@ def collect(speaking: Speaking, *, repeats: int, media: Path | None) -> None:
 
 def _missing(question: Question, server: Server, media: Path | None) -> str | None:
     """Why a question cannot be asked."""
-    if server.inputs is not None and question.needs not in server.inputs:
+    inputs = server.entry.get("input_modalities")
+    if inputs is not None and question.needs not in inputs:
         return f"the server takes no {question.needs}"
     if question.file and (media is None or not (media / question.file).is_file()):
         return f"{question.file} is not in the folder of --media ({question.source})"

@@ -13,14 +13,11 @@ import shutil
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,6 +28,7 @@ from mingc.bench.load import Clients, default_processes, poisson
 from mingc.bench.options import BenchOptions
 from mingc.bench.paths import PATHS
 from mingc.bench.records import BenchFile, Item, Load, Run
+from mingc.bench.server import Server
 from mingc.bench.traps import find_traps
 from mingc.console.progress import Progress, step_logger
 from mingc.errors import BenchError
@@ -62,45 +60,40 @@ def bench(
     BenchError when nothing was.
     """
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    servers = {(url := _base(each)): _look_at(url, key, options.model) for each in urls}
     seed = secrets.randbits(32) if options.seed is None else options.seed
     settings = msgspec.json.decode(msgspec.json.encode({**dataclasses.asdict(options), "seed": seed}))
-    file = BenchFile(
-        command=command, date=date, hardware=_hardware(), versions=_versions(), servers=servers, settings=settings,
-        runs=(), is_complete=False,
-    )  # fmt: skip
-    session = _Session(servers, options, seed, key, items)
-    try:
-        for run in session.runs(progress):
-            file = msgspec.structs.replace(file, runs=(*file.runs, run))
-            keep(file)
-        is_complete = all(run.is_complete for run in file.runs)
-        file = msgspec.structs.replace(file, is_complete=is_complete)
-    except (KeyboardInterrupt, BenchError) as error:
-        if not file.runs:
-            raise
-        if isinstance(error, BenchError):
-            step_logger("bench")(f"ends early: {error}")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Server(each, key, options.model)) for each in urls]
+        file = BenchFile(
+            command=command, date=date, hardware=_hardware(), versions=_versions(), settings=settings,
+            servers={each.url: each.about() for each in servers}, runs=(), is_complete=False,
+        )  # fmt: skip
+        session = _Session(servers, options, seed, items)
+        try:
+            for run in session.runs(progress):
+                file = msgspec.structs.replace(file, runs=(*file.runs, run))
+                keep(file)
+            is_complete = all(run.is_complete for run in file.runs)
+            file = msgspec.structs.replace(file, is_complete=is_complete)
+        except (KeyboardInterrupt, BenchError) as error:
+            if not file.runs:
+                raise
+            if isinstance(error, BenchError):
+                step_logger("bench")(f"ends early: {error}")
     return msgspec.structs.replace(file, findings=find_traps(file.runs))
 
 
 class _Session:
     def __init__(
-        self,
-        servers: Mapping[str, Mapping[str, Any]],
-        options: BenchOptions,
-        seed: int,
-        key: str,
-        items: Sequence[Item],
+        self, servers: Sequence[Server], options: BenchOptions, seed: int, items: Sequence[Item]
     ) -> None:
-        self._options, self._seed = options, seed
+        self._options, self._seed, self._servers = options, seed, servers
         self._next = Counter[str]()  # the first item of each path that was not sent
         self._items = items
         self._synthetic = Synthetic(seed, options.words, options.picture, options.clip)
-        model = next(each["model"] for each in servers.values())
         fields = options.more_fields
         asked = fields.get("sample_rate") or fields.get("audio", {}).get("sample_rate")
-        known = _MING_RATE if re.search(r"\bming", model.lower()) else 0
+        known = _MING_RATE if re.search(r"\bming", servers[0].model.lower()) else 0
         self._wishes = Wishes(
             tokens=options.tokens,
             model_rate=asked or options.sample_rate or known,
@@ -109,9 +102,8 @@ class _Session:
         )
         self._transcriber = None
         if options.transcriber is not None:
-            url = _base(options.transcriber)
-            self._transcriber = Target(url=url, model=_look_at(url, key, None)["model"], key=key)
-        self._servers = [Target(url=url, model=about["model"], key=key) for url, about in servers.items()]
+            with Server(options.transcriber, servers[0].key) as writer:
+                self._transcriber = Target(url=writer.url, model=writer.model, key=writer.key)
 
     def runs(self, progress: Progress) -> Iterator[Run]:
         """Every load of every path that all servers have, after a warm-up."""
@@ -158,7 +150,7 @@ class _Session:
 
         targets = list[Target]()
         for each in self._servers:
-            found = asyncio.run(look(each))
+            found = asyncio.run(look(Target(url=each.url, model=each.model, key=each.key)))
             if isinstance(found, str):
                 if self._items or self._options.paths:
                     raise BenchError(f"path {path}: {found}", where=each.url, fix="leave it out of --path")
@@ -189,14 +181,14 @@ class _Session:
         else:
             number = len(own) or load.concurrency * self._options.rounds
         first = 0 if own else self._take(path, number or len(due))
-        before = _counters(targets)
+        before = _counters(self._servers)
         run = clients.run(
             path, load, repeat, targets, source, self._wishes,
             first=first, count=number, due=due, transcriber=self._transcriber,
             until=None if own else self._options.duration,
         )  # fmt: skip
         try:
-            after = _counters(targets) if run.is_complete else before
+            after = _counters(self._servers) if run.is_complete else before
         except KeyboardInterrupt:
             return msgspec.structs.replace(run, is_complete=False)
         changes = {name: value - before.get(name, 0.0) for name, value in after.items()}
@@ -205,73 +197,13 @@ class _Session:
         )
 
 
-def _base(url: str) -> str:
-    """The address without the path of the API."""
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise BenchError(
-            "this is no address of a server", where=url, fix="pass one such as http://127.0.0.1:8000"
-        )
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-
-
-def _look_at(url: str, key: str, model: str | None) -> dict[str, Any]:
-    """What a server says about itself, and the model to ask. Raises: BenchError when it does not answer."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=_ABOUT_TIMEOUT_S, trust_env=False) as client:
-        try:
-            models = client.get("/v1/models")
-            health = client.get("/health")
-        except httpx.HTTPError as error:
-            raise BenchError(
-                f"the server does not answer: {error}", where=url, fix="start it, or mend the address"
-            ) from None
-    if models.status_code in (401, 403):
-        raise BenchError("the server wants an API key", where=url, fix="set OPENAI_API_KEY")
-    if models.has_redirect_location:
-        raise BenchError(
-            f"the server sends on to {models.headers['location']}", where=url, fix="pass that address"
-        )
-    try:
-        listed = ["" + each["id"] for each in models.json()["data"]] if models.is_success else []
-    except (ValueError, KeyError, TypeError):
-        raise BenchError(
-            f"/v1/models does not list models: {models.text[:200]}",
-            where=url,
-            fix="pass the address of an OpenAI API",
-        ) from None
-    if not listed and model is None:
-        raise BenchError(
-            f"/v1/models names no model: status {models.status_code}",
-            where=url,
-            fix="mend the address, or name a model with --model",
-        )
-    try:
-        about = health.json() if health.status_code == 200 else {}
-    except ValueError:  # others say nothing, or OK
-        about = {}
-    return {**(about if isinstance(about, dict) else {}), "model": model or listed[0]}
-
-
-def _counters(targets: Sequence[Target]) -> dict[str, float]:
-    """Counters of all servers together; those of a server without `/metrics` are missing."""
+def _counters(servers: Sequence[Server]) -> dict[str, float]:
+    """Counters of all servers together; those of a server without Prometheus' `/metrics` are missing."""
     found = defaultdict[str, float](float)
-    for target in targets:
+    for server in servers:
         try:
-            answer = httpx.get(
-                f"{target.url}/metrics", headers=target.headers, timeout=_ABOUT_TIMEOUT_S, trust_env=False
-            )
-        except httpx.HTTPError:
-            continue
-        if answer.status_code != 200 or "text/plain" not in answer.headers.get("content-type", ""):
-            continue
-        try:
-            families = [*text_string_to_metric_families(answer.text)]
-        except ValueError:  # not Prometheus' text
+            families = [*text_string_to_metric_families(server.metrics())]
+        except ValueError:
             continue
         for name, labels, value, *_ in (sample for family in families for sample in family.samples):
             if name.endswith(_COUNTED):

@@ -329,17 +329,6 @@ async def ask(
     )
 
 
-async def transcribe(client: httpx.AsyncClient, target: Target, clip: bytes, wishes: Wishes) -> str:
-    """The words of a sound file. Raises: ValueError when the server cannot tell."""
-    asked = replace(target, fields={"transcription": {"response_format": "json"}})
-    item = Item(id="transcript", path="transcription", clip=clip)
-    plain = Wishes(tokens=wishes.tokens)
-    sample = await ask(client, asked, build(item, item.path, asked, plain), None, 0.0, plain)
-    if sample.error:
-        raise ValueError(f"the speech cannot be transcribed: {sample.error}")
-    return sample.text
-
-
 async def _post(client: httpx.AsyncClient, request: Request, seen: _Seen) -> None:
     headers = {"content-type": request.content_type}
     async with client.stream("POST", request.route, content=request.body, headers=headers) as response:

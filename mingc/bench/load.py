@@ -24,9 +24,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of, transcribe
+from mingc.bench.clients import Request, Target, Wishes, ask, build, client_of
 from mingc.bench.items import Source
 from mingc.bench.records import ClientState, Load, Run, Sample
+from mingc.bench.server import Server
 from mingc.errors import BenchError
 from mingc.host.parent_watchdog import watch_pool_owner
 
@@ -246,7 +247,7 @@ class _Process:
         gc.enable()
         gc.unfreeze()
         lags.sort()
-        await self._transcribe(job)
+        self._transcribe(job)
         self._end.send(("done", (min(busy, 1.0), lags[int(0.99 * len(lags))] if lags else 0.0)))
 
     def _build(self, job: Job, number: int) -> tuple[Target, Request]:
@@ -270,16 +271,17 @@ class _Process:
         sample = await ask(self._clients[target.url], target, request, due, began, job.wishes, self._spoken)
         self._end.send(("sample", _encode(sample)))
 
-    async def _transcribe(self, job: Job) -> None:
+    def _transcribe(self, job: Job) -> None:
         """Send the words of what was spoken and is judged."""
         by = job.transcriber or job.targets[0]
-        client = self._clients.setdefault(by.url, client_of(by))
-        for item, clip in self._spoken.items():
-            try:
-                found = {"text": await transcribe(client, by, clip, job.wishes)}
-            except ValueError as error:
-                found = {"error": str(error)}
-            self._end.send(("transcript", (item, found)))
+        if self._spoken:
+            with Server(by.url, by.key, by.model) as server:
+                for item, clip in self._spoken.items():
+                    try:
+                        found = {"text": server.transcribe(clip, "speech.wav")}
+                    except BenchError as error:
+                        found = {"error": f"the speech cannot be transcribed: {error.message}"}
+                    self._end.send(("transcript", (item, found)))
         self._spoken.clear()
 
 

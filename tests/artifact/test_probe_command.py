@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY, FakeService
 from mingc_command import ENVIRONMENT, mingc, mingc_here
 
-from mingc.probe import patch_embed
+from mingc.probe import patch_embed, trace
 from mingc.probe.prober import ProbeOptions
+from mingc.runtime.request import ServiceInfo
 
 CHOSEN = ("--engine", "talker,cfm.sample,thinker.decode_attention", "--batch", "1,8", "--repetitions", 2)
 ALONE = ("--no-cold-start", "--no-transfers")
@@ -98,10 +101,41 @@ def test_a_trace_has_the_engines_of_one_request(eager_artifact: Path, tmp_path: 
     assert calls["thinker.decode_experts"] == 3 * (tokens - 1)
     patches = calls["cfm.sample"]
     assert calls["audio_vae.stream"] == patches > 1 and 0 < calls["talker.step"] <= patches
+    # Named as in the report: with the sizes of the call.
+    names = {each["name"] for each in ranges}
+    assert {
+        "cfm.sample B=1",
+        "audio_vae.stream B=1",
+        "thinker.head B=1",
+        "thinker.decode_experts B=1",
+    } <= names
+    assert any(re.fullmatch(r"thinker\.decode_attention B=1 P=\d+", each) for each in names)
+    prompts = {each.rpartition("=")[2] for each in names if each.startswith("thinker.embed N=")}
+    assert "1" in prompts and max(map(int, prompts)) > 8, "of the prompt, and of a token"
     threads = {each["name"].partition(".")[0]: each["tid"] for each in ranges}
     assert threads["thinker"] != threads["talker"]
     wrong = mingc_here("probe", eager_artifact, "--trace", tmp_path)
     assert wrong.code == 2 and "--trace" in wrong.stderr and "is a folder" in wrong.stderr
+
+
+@pytest.mark.parametrize("info", [INFO, TEXT_ONLY, SPEECH_ONLY])
+def test_a_trace_is_of_the_second_request_and_of_what_the_artifact_answers(
+    info: ServiceInfo, eager_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = list[FakeService]()
+
+    def opened(*_: object) -> FakeService:
+        services.append(FakeService(info))
+        return services[-1]
+
+    monkeypatch.setattr(trace, "open_service", opened)
+    trace.write_trace(eager_artifact, tmp_path / "trace.json", lambda _: None)
+    (service,) = services
+    asked = service.chats if info.has_text else service.speeches
+    assert [each.request_id for each in asked] == ["warm-up", "traced"]
+    assert len(service.chats) + len(service.speeches) == 2
+    assert all((each.speech is not None) == info.has_speech for each in asked)
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_missing_engines_and_batch_sizes_are_refused(eager_artifact: Path) -> None:

@@ -172,7 +172,7 @@ def test_an_artifact_is_served_in_a_child_process(
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # the backend of the tests
     assert is_server(str(eager_artifact)) and not is_server(str(eager_artifact.parent))
     with served(str(eager_artifact)) as server:
-        assert server.voices() and server.inputs is not None and "audio" in server.inputs
+        assert server.voices() and "audio" in server.entry["input_modalities"]
         assert isinstance(server.ask("Say one friendly sentence.", max_tokens=3), str)
 
 
@@ -202,8 +202,8 @@ def test_speakers_are_compared_with_the_network_of_an_artifact(tmp_path: Path, e
 def test_a_server_that_answers_wrongly_or_never_is_bad(
     fault: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mingc.audit.server._TIMEOUT_S", 2.0)
-    monkeypatch.setattr("mingc.audit.server._LATER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("mingc.bench.server._TIMEOUT_S", 2.0)
+    monkeypatch.setattr("mingc.bench.server._LATER_TIMEOUT_S", 0.05)
     with stand_in(fault, answers=GOOD) as url:
         report = audit("--self", url, code=3)
     bad = [each["found"] for each in report["checks"] if each["outcome"] == "bad"]

@@ -339,6 +339,50 @@ def test_speech_of_a_data_set_is_transcribed_after_the_load() -> None:
     assert traps(file) == {"repeated"}
 
 
+def _texts(*texts: str, counters: dict[str, float] | None = None) -> Run:
+    samples = tuple(
+        Sample(item=f"{place}", server="", scheduled=place, sent=place, ended=place + 1, text=each)
+        for place, each in enumerate(texts)
+    )
+    idle = ClientState(num_processes=1, busy=0.0, lag_s=0.0, clock_s=0.0)
+    return Run(path="transcription" if counters else "text", load=Load(kind="open", rate=1.0), repeat=0, began="",
+               wall_s=99, samples=samples, client=idle, counters=counters or {})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("copies", "others", "is_found"), [(4, 36, False), (5, 35, True), (1, 3, False), (2, 2, True)]
+)
+def test_a_tenth_of_the_answers_may_be_equal(copies: int, others: int, is_found: bool) -> None:
+    """Prompts of one kind may well have a common answer; of few prompts not two."""
+    texts = ["an answer of many characters"] * copies + [
+        f"another answer, number {each}" for each in range(others)
+    ]
+    found = [each.message for each in find_traps([_texts(*texts)]) if each.trap == "equal"]
+    assert [each.split()[0] for each in found] == [str(copies)] * is_found
+
+
+@pytest.mark.parametrize(
+    ("counter", "value", "words"),
+    [
+        ("mingc_prefix_cache_hit_tokens_total", 193, "193 tokens of 3 prompts"),
+        ('vllm:prefix_cache_hits_total{model_name="m"}', 2000, "2000 tokens of 3 prompts"),
+        ('sglang:cached_tokens_total{model_name="m"}', 193, "193 tokens of 3 prompts"),
+        ("mingc_prefix_cache_hit_tokens_total", 192, None),  # 64 of each prompt: the template
+        ("mingc_prefix_cache_evicted_pages_total", 5000, None),
+        ("mingc_encoder_cache_hits_total", 1, "did not encode 1 pictures"),
+        ("mingc_encoder_cache_misses_total", 9, None),
+    ],
+)
+def test_hits_of_a_cache_are_seen_in_the_counters(counter: str, value: float, words: str | None) -> None:
+    """Where the usage of an answer does not tell them."""
+    found = [
+        each.message
+        for each in find_traps([_texts("a", "b", "c", counters={counter: value})])
+        if each.trap == "cache"
+    ]
+    assert (words is None) == (found == []) and all(str(words) in each for each in found)
+
+
 def test_the_length_of_a_sound_is_compared_with_what_the_server_says() -> None:
     sample = Sample(item="a", server="", scheduled=0, sent=0, ended=1, audio_times=(0.5,), audio_samples=(44_100,),
                     sample_rate=24_000, header_rate=24_000, stated_audio_s=1.0)  # fmt: skip

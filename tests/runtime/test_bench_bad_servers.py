@@ -79,8 +79,8 @@ def measure(url: str, **options: Any) -> BenchFile:
     ("routes", "words"),
     [
         ({"/v1/models": answer(b"", status="307 Moved", more="location: /v2/models\r\n")}, "sends on to /v2/models"),
-        ({"/v1/models": answer(b"<html>")}, "does not list models"),
-        ({"/v1/models": answer(b'{"data": [{"id": 3}]}')}, "does not list models"),
+        ({"/v1/models": answer(b"<html>")}, "names no model"),
+        ({"/v1/models": answer(b'{"data": [{"id": 3}]}')}, "names no model"),
         ({"/v1/models": answer(b'{"data": []}')}, "names no model"),
         ({}, "names no model"),
         ({"/v1/models": answer(b"", status="403 Forbidden")}, "API key"),

@@ -22,6 +22,8 @@ _LATER = (
     "text",
     "verify",
     "probe",
+    "bench",
+    "audit",
     "bundles",
     "console",
     "commands",

@@ -160,6 +160,20 @@ def test_a_long_sound_that_changes_drifts() -> None:
     assert drift_of(voice(150, 5)) == {}, "too short"
 
 
+def test_timbre_is_a_root_mean_square_of_bands_without_the_level() -> None:
+    """A tone joins quieter noise: a few bands change much, which a mean would hide, and the level is no timbre."""
+    noise = np.random.default_rng(1).standard_normal(15 * HZ).astype(np.float32)
+    wave = 0.1 * noise
+    wave[10 * HZ :] = 0.05 * noise[10 * HZ :] + sine(3000, 5)
+    bands = [mel_levels_db(each, HZ).mean(axis=0) for each in (wave[: 5 * HZ], wave[10 * HZ :])]
+    change = bands[1] - bands[0] - (bands[1] - bands[0]).mean()
+    wanted = float(np.sqrt(np.mean(change**2)))
+    assert drift_of(wave)["drift_timbre_db"] == pytest.approx(wanted, rel=1e-3)
+    assert (
+        np.mean(np.abs(change)) < 0.8 * wanted and np.sqrt(np.mean((bands[1] - bands[0]) ** 2)) > 1.2 * wanted
+    )
+
+
 @pytest.mark.parametrize("parts", [(1.0, 4.0), (4.0, 1.0)])
 def test_speech_that_gets_louder_or_quieter_is_a_fault(parts: tuple[float, float]) -> None:
     wave = np.concatenate([gain * 0.3 * voice(150, 10) for gain in parts]).astype(np.float32)

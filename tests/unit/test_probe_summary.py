@@ -38,8 +38,8 @@ THINKER = [
     figures("thinker.embed", 0.1, N=4),
     figures("thinker.dense", 0.5, N=1),
     figures("thinker.decode_attention", 1.0, layers=4, context=31, B=1, P=2),
-    figures("thinker.decode_attention", 2.0, layers=4, context=256, B=1, P=17),
     figures("thinker.decode_attention", 3.0, layers=4, context=256, B=1, P=64),
+    figures("thinker.decode_attention", 2.0, layers=4, context=256, B=1, P=17),
     figures("thinker.decode_experts", 3.0, layers=3, B=1),
     figures("thinker.head", 2.0, B=1),
 ]
@@ -84,13 +84,19 @@ def test_layers_that_share_an_engine_count_each() -> None:
 
 
 def test_the_higher_roof_and_the_medians_are_those_of_all_layers() -> None:
-    attention = THINKER[4]
+    attention = THINKER[5]
     slow = PeakRates(device="none", copy_tb_s=1.0, matmul_tflop_s=1.0, matmul_dtype="float32")
     cost = EngineCost(dims=attention.sizes, weight_bytes=int(1e8), flops=int(5e8), state_bytes=0)
     bound = roofline_bound(attention, cost, 0, slow)  # 0.1 ms of memory, 0.5 ms of arithmetic
     (part,) = [each for each in summarize(THINKER, [bound], context=256) if each.engine == attention.title]
     assert (part.ms, part.median_ms) == (8.0, 24.0)
     assert (part.roof_ms, part.gap_ms) == (pytest.approx(2.0), pytest.approx(6.0))
+
+
+def test_where_no_size_holds_the_context_the_longest_one_counts() -> None:
+    short = [figures("talker.prefill", 1.0 + size, T=size, context=0) for size in (64, 128, 32)]
+    found = rows(*short, *(each for each in TALKER if each.engine != "talker.prefill"))
+    assert ("first-audio", "talker.prefill T=128 +0", 1, 129.0, 93, None) in found
 
 
 @pytest.mark.parametrize("without", ["cfm.sample", "audio_vae.stream"])
