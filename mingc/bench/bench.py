@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mingc import __version__
 from mingc.bench.clients import Target, Wishes, client_of, find_fields
 from mingc.bench.items import Listed, Source, Synthetic
-from mingc.bench.load import Clients, default_processes, poisson
+from mingc.bench.load import Clients, Job, default_processes, poisson
 from mingc.bench.options import BenchOptions
 from mingc.bench.paths import PATHS
 from mingc.bench.records import BenchFile, Item, Load, Run
@@ -163,8 +163,8 @@ class _Session:
         """As many requests as come at a time, and no figures of them."""
         most = load.concurrency or max(_WARM_UP, load.burst)
         warm = Load(kind="closed", concurrency=most)
-        first = self._take(path, most)
-        run = clients.run(path, warm, 0, targets, self._synthetic, self._wishes, first=first, count=most)
+        job = Job(path=path, targets=targets, source=self._synthetic, wishes=self._wishes)
+        run = clients.run(job, warm, 0, self._take(path, most), most)
         if not run.is_complete:
             raise KeyboardInterrupt
         if all(each.error for each in run.samples):
@@ -182,11 +182,11 @@ class _Session:
             number = len(own) or load.concurrency * self._options.rounds
         first = 0 if own else self._take(path, number or len(due))
         before = _counters(self._servers)
-        run = clients.run(
-            path, load, repeat, targets, source, self._wishes,
-            first=first, count=number, due=due, transcriber=self._transcriber,
+        job = Job(
+            path=path, targets=targets, source=source, wishes=self._wishes, transcriber=self._transcriber,
             until=None if own else self._options.duration,
         )  # fmt: skip
+        run = clients.run(job, load, repeat, first, number, due)
         try:
             after = _counters(self._servers) if run.is_complete else before
         except KeyboardInterrupt:

@@ -32,12 +32,15 @@ from mingc.errors import ConfigError
 
 _REASONING_TOKENS = 2048
 _IMAGE = re.compile(r"<image (\d)>")
+_OF_A_LINE = (
+    ValueError, LookupError, TypeError, AttributeError, SyntaxError, OSError, RecursionError,
+)  # fmt: skip
+_FIELDS = {
+    "id", "path", "messages", "prompt", "text", "clip", "clip_text", "expected", "max_tokens",
+}  # fmt: skip
 _NEEDED = {
-    "speech": "text",
-    "speech-stream": "text",
-    "picture": "text",
-    "transcription": "clip",
-    "realtime": "clip",
+    **dict.fromkeys(("speech", "speech-stream", "picture"), "text"),
+    **dict.fromkeys(("transcription", "realtime"), "clip"),
 }
 _MEDIA = ("image_url", "audio_url", "video_url")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -69,15 +72,7 @@ def read_data_set(source: str) -> DataSet:
             continue
         try:
             items.append(read(line, number, path.parent))
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            SyntaxError,
-            OSError,
-            RecursionError,
-        ) as error:
+        except _OF_A_LINE as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             fix = f"see what a data set is: {', '.join(filter(None, _READERS))}, or items (docs/bench.md)"
             raise ConfigError(f"--data {path}, line {number}: {why}", where=str(path), fix=fix) from error
@@ -91,18 +86,7 @@ def read_data_set(source: str) -> DataSet:
 def _item(line: str, number: int, folder: Path) -> Item:
     """Read an item of the user. Media of messages may be names of files."""
     fields = _object(line)
-    unknown = fields.keys() - {
-        "id",
-        "path",
-        "messages",
-        "prompt",
-        "text",
-        "clip",
-        "clip_text",
-        "expected",
-        "max_tokens",
-    }
-    if unknown:
+    if unknown := fields.keys() - _FIELDS:
         raise ValueError(f"unknown field {sorted(unknown)[0]!r}")
     messages = fields.get("messages") or (
         [{"role": "user", "content": fields["prompt"]}] if "prompt" in fields else []

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -101,47 +101,20 @@ class Clients:
                 process.join()
 
     def run(
-        self,
-        path: str,
-        load: Load,
-        repeat: int,
-        targets: tuple[Target, ...],
-        source: Source,
-        wishes: Wishes,
-        *,
-        first: int,
-        count: int = 0,
-        due: Sequence[float] = (),
-        until: float | None = None,
-        transcriber: Target | None = None,
+        self, job: Job, load: Load, repeat: int, first: int, count: int = 0, due: Sequence[float] = ()
     ) -> Run:
         """Send one load: `count` requests of its clients, or a request at each of `due`; items count from `first`.
 
-        `until`: seconds after which clients of a closed loop send no more.
-
-        KeyboardInterrupt ends it: the run has what was answered until then, and is not complete. Raises: BenchError
-        when a client process ends by itself.
+        `job` has neither. KeyboardInterrupt ends it: the run has what was answered until then, and is not complete.
+        Raises: BenchError when a client process ends by itself.
         """
         processes = len(self._ends)
         clients = range(min(load.concurrency, count))
+        queues = [tuple(range(first + client, first + count, load.concurrency)) for client in clients]
         numbered = [(at, first + place) for place, at in enumerate(due)]
         for place, end in enumerate(self._ends):
-            queues = tuple(
-                tuple(range(first + client, first + count, load.concurrency))
-                for client in clients[place::processes]
-            )
-            end.send(
-                Job(
-                    path=path,
-                    targets=targets,
-                    source=source,
-                    wishes=wishes,
-                    queues=queues,
-                    until=until,
-                    due=tuple(numbered[place::processes]),
-                    transcriber=transcriber,
-                )
-            )
+            own = tuple(queues[place::processes]), tuple(numbered[place::processes])
+            end.send(replace(job, queues=own[0], due=own[1]))
         samples, states, is_complete = list[Sample](), list[tuple[float, float]](), True
         written, transcripts = 0, dict[str, dict[str, str]]()
         began = datetime.datetime.now(datetime.UTC)
@@ -173,7 +146,7 @@ class Clients:
         samples = [msgspec.structs.replace(each, **transcripts.get(each.item, {})) for each in samples]
         samples.sort(key=lambda each: each.scheduled)
         return Run(
-            path=path,
+            path=job.path,
             load=load,
             repeat=repeat,
             began=began.isoformat(timespec="milliseconds"),

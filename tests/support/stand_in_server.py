@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class StandIn:
         self.shape, self.fault = shape, fault
         self.bodies: list[dict[str, Any]] = []
         self.stalled = False
-        self._one = asyncio.Semaphore(1)
+        self._one, self._waiting = asyncio.Semaphore(1), 0
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self._models),
@@ -92,7 +92,7 @@ class StandIn:
             if self.fault == "equal"
             else [f" {hash((prompt, i)) % 9973}" for i in range(count)]
         )
-        async with self._one if self.fault == "flat" else nullcontext():
+        async with self._turn():
             yield self._chunk({"role": "assistant", "content": ""})
             if self.fault == "flood":
                 yield self._chunk({"content": " more"}) * 100_000
@@ -154,15 +154,27 @@ class StandIn:
         self.bodies.append(body)
         rate, pieces = 24_000 if self.fault == "header" else RATE, self._pcm(body["input"])
         if not body.get("stream"):
-            async with self._one if self.fault == "flat" else nullcontext():
+            async with self._turn():
                 await self._pause(FIRST_S + CHUNKS * STEP_S)
             return Response(wav(b"".join(pieces), rate), media_type="audio/wav")
         if self.shape == "mingc":
             return StreamingResponse(self._stream(pieces, rate), media_type="audio/wav")
         return StreamingResponse(self._speech_events(pieces, rate), media_type="text/event-stream")
 
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """With the fault `flat` one answer at a time, the slower the more wait, so that a slow client shows no gain."""
+        if self.fault != "flat":
+            yield
+            return
+        self._waiting += 1
+        async with self._one:
+            self._waiting -= 1
+            await self._pause(0.05 * self._waiting)
+            yield
+
     async def _stream(self, pieces: list[bytes], rate: int) -> AsyncIterator[bytes]:
-        async with self._one if self.fault == "flat" else nullcontext():
+        async with self._turn():
             await self._pause(FIRST_S + (CHUNKS * STEP_S if self.fault == "blob" else 0))
             yield wav(b"", rate, has_length=False)
             if self.fault == "blob":
