@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import msgspec
@@ -12,7 +12,8 @@ import pytest
 from fake_service import SPEECH_ONLY, FakeService
 from openai.types import completion_create_params as completion_params
 from openai.types import image_edit_params, image_generate_params
-from openai.types.audio import speech_create_params
+from openai.types.audio import speech_create_params, voice_create_params
+from openai.types.audio import transcription_create_params as transcription_params
 from openai.types.chat import completion_create_params as chat_params
 from openapi_fuzz import fuzz
 from server_thread import run_server
@@ -28,14 +29,16 @@ from mingc.server.http.request_schemas import (
     DETOKENIZE_BODY,
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    NEW_VOICE_FORM,
     SPEECH_BODY,
     TOKENIZE_BODY,
 )
-from mingc.server.http.transcriptions import Transcription, TranscriptionBody
+from mingc.server.http.transcriptions import TRANSCRIPTION_BODY, Transcription
 from mingc.server.options import ServeOptions
 
 CHAT = "/v1/chat/completions"
 IMAGES, EDITS = "/v1/images/generations", "/v1/images/edits"
+SPEECH, TRANSCRIPTIONS, VOICES = (f"/v1/audio/{name}" for name in ("speech", "transcriptions", "voices"))
 CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
 
 
@@ -153,8 +156,8 @@ def test_every_field_is_in_the_document() -> None:
     schemas = msgspec.json.decode(openapi_document())["components"]["schemas"]
     assert schemas["TranscriptionBody"]["properties"]["file"] == {"type": "string", "format": "binary"}
     for body in (
-        CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TranscriptionBody, IMAGE_BODY,
-        IMAGE_EDIT_BODY,
+        CHAT_BODY, COMPLETION_BODY, TOKENIZE_BODY, DETOKENIZE_BODY, SPEECH_BODY, TRANSCRIPTION_BODY, NEW_VOICE_FORM,
+        IMAGE_BODY, IMAGE_EDIT_BODY,
     ):  # fmt: skip
         schema = schemas[body.__name__]
         assert set(schema["properties"]) == set(body.__struct_fields__)
@@ -187,6 +190,10 @@ OTHER_APIS = {
         "/tokenize": """model prompt messages add_special_tokens return_token_strs add_generation_prompt
             continue_final_message chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs tools""",
         "/detokenize": "model tokens",
+        TRANSCRIPTIONS: """file model language hotwords prompt response_format timestamp_granularities stream
+            stream_include_usage stream_continuous_usage_stats vllm_xargs to_language use_beam_search n length_penalty
+            include_stop_str_in_output temperature top_p top_k min_p seed frequency_penalty repetition_penalty
+            penalty_decay presence_penalty max_completion_tokens""",
     },
     "SGLang": {
         CHAT: f"""{_OF_BOTH} {_OF_SGLANG} {_CHATS} return_prompt_token_ids return_meta_info task
@@ -197,11 +204,19 @@ OTHER_APIS = {
     "OpenAI": {
         CHAT: " ".join(chat_params.CompletionCreateParamsBase.__annotations__),
         "/v1/completions": " ".join(completion_params.CompletionCreateParamsBase.__annotations__),
-        "/v1/audio/speech": " ".join(speech_create_params.SpeechCreateParams.__annotations__),
+        SPEECH: " ".join(speech_create_params.SpeechCreateParams.__annotations__),
+        TRANSCRIPTIONS: " ".join(transcription_params.TranscriptionCreateParamsBase.__annotations__),
+        VOICES: " ".join(
+            name for each in get_args(voice_create_params.VoiceCreateParams) for name in each.__annotations__
+        ),
         IMAGES: " ".join(image_generate_params.ImageGenerateParamsBase.__annotations__),
         EDITS: " ".join(image_edit_params.ImageEditParamsBase.__annotations__),
     },
-    "vLLM-Omni": {  # `entrypoints/openai/protocol/images.py`, chats as its documentation has them
+    "vLLM-Omni": {  # `entrypoints/openai/protocol/`, chats as its documentation has them
+        SPEECH: """input model voice speaker instructions response_format sample_rate speed stream_format stream
+            task_type language ref_audio ref_text ref_audio_2 references ambient_sound duration_seconds
+            x_vector_only_mode speaker_embedding max_new_tokens seed initial_codec_chunk_frames non_streaming_mode
+            extra_params word_timestamps""",
         IMAGES: """prompt model n size response_format user negative_prompt num_inference_steps guidance_scale
             true_cfg_scale seed vae_use_slicing vae_use_tiling""",
         CHAT: "modalities height width num_inference_steps guidance_scale seed negative_prompt extra_body",

@@ -46,7 +46,7 @@ class Server:
         return self.client.audio.transcriptions.create(**fields)
 
     def post(
-        self, file: bytes | None = None, route: str = ROUTE, headers: Any = None, **fields: str
+        self, file: bytes | None = None, route: str = ROUTE, headers: Any = None, **fields: Any
     ) -> httpx.Response:
         clip = CLIP.read_bytes() if file is None else file
         return httpx.post(
@@ -175,7 +175,15 @@ def test_all_fields_reach_the_model(server: Server) -> None:
     assert (request.language, request.topic, request.keywords) == ("English", "ships", ("mast", "keel"))
     assert request.rules == TurnRules(threshold=0.4, silence_ms=2000, prefix_padding_ms=100, max_ms=30_000)
     assert request.sampling.temperature == 0 and request.sampling.max_tokens == 512
-    server.create(chunking_strategy="auto", language="上海")
+    nothing = {
+        "top_p": 1.0,
+        "top_k": -1,
+        "n": 1,
+        "use_beam_search": False,
+        "stream_include_usage": True,
+        "user": "a",
+    }
+    server.create(chunking_strategy="auto", language="上海", extra_body=nothing)
     last = server.service.transcriptions[-1]
     assert (last.language, last.rules) == ("上海", TurnRules(max_ms=30_000))
 
@@ -226,6 +234,10 @@ def test_without_speech_the_model_is_not_asked(server: Server, samples: np.ndarr
         ({"chunking_strategy": '{"type":"server_vad","threshold":2}'}, "chunking_strategy.threshold", "invalid_value"),
         ({"chunking_strategy[type]": "semantic"}, "chunking_strategy.type", "invalid_value"),
         ({"promt": "x"}, "promt", "unknown_parameter"),
+        ({"known_speaker_names[]": ["Ann", "Ben"]}, "known_speaker_names", "unsupported_parameter"),
+        ({"languages[]": ["en", "fr"]}, "languages", "unsupported_parameter"),
+        ({"top_p": "0.9"}, "top_p", "unsupported_parameter"),
+        ({"n": "2"}, "n", "unsupported_parameter"),
         ({"file": ""}, "file", "empty_media"),
         ({"file": "no sound"}, "file", "undecodable_media"),
         ({"file": "GIF89a"}, "file", "undecodable_media"),
@@ -234,7 +246,7 @@ def test_without_speech_the_model_is_not_asked(server: Server, samples: np.ndarr
 )  # fmt: skip
 @pytest.mark.parametrize("stream", ["false", "true"])
 def test_errors_name_the_field(
-    server: Server, fields: dict[str, str], param: str | None, code: str | None, stream: str
+    server: Server, fields: dict[str, Any], param: str | None, code: str | None, stream: str
 ) -> None:
     file = fields.get("file")
     others = {"stream": stream, **{name: value for name, value in fields.items() if name != "file"}}

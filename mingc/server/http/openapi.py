@@ -19,10 +19,10 @@ from mingc.server.http.request_schemas import (
     DETOKENIZE_BODY,
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
+    NEW_VOICE_FORM,
     SPEECH_BODY,
     TOKENIZE_BODY,
     FunctionTool,
-    NewVoiceForm,
 )
 from mingc.server.http.response_schemas import (
     ChatCompletion,
@@ -38,7 +38,7 @@ from mingc.server.http.response_schemas import (
     VoiceList,
     VoiceObject,
 )
-from mingc.server.http.transcriptions import Transcription, TranscriptionBody, VerboseTranscription
+from mingc.server.http.transcriptions import TRANSCRIPTION_BODY, Transcription, VerboseTranscription
 
 Json = dict[str, Any]
 
@@ -50,7 +50,7 @@ _STRUCTS = (
     IMAGE_BODY,
     IMAGE_EDIT_BODY,
     ImagesResponse,
-    TranscriptionBody,
+    TRANSCRIPTION_BODY,
     TOKENIZE_BODY,
     DETOKENIZE_BODY,
     FunctionTool,
@@ -64,7 +64,7 @@ _STRUCTS = (
     ModelList,
     ModelObject,
     VoiceList,
-    NewVoiceForm,
+    NEW_VOICE_FORM,
     VoiceObject,
     VoiceDeleted,
     HealthResponse,
@@ -127,7 +127,7 @@ def _paths() -> Json:
             )
         },
         "/v1/audio/transcriptions": {
-            "post": _generation("Transcribe speech.", TranscriptionBody, transcript, body_type=FORM)
+            "post": _generation("Transcribe speech.", TRANSCRIPTION_BODY, transcript, body_type=FORM)
         },
         "/v1/audio/translations": {
             "post": {"summary": "Refused.", "responses": {"400": _ERROR, "401": _ERROR}}
@@ -139,7 +139,7 @@ def _paths() -> Json:
         "/v1/audio/voices": {
             "get": _list("Voices.", _json(VoiceList)),
             "post": _generation(
-                "Add a voice.", NewVoiceForm, _json(VoiceObject), body_type=FORM, others=("409", "507")
+                "Add a voice.", NEW_VOICE_FORM, _json(VoiceObject), body_type=FORM, others=("409", "507")
             ),
         },
         "/v1/audio/voices/{voice}": {

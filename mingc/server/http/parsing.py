@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -41,14 +42,15 @@ from mingc.server.http.request_schemas import (
     DETOKENIZE_BODY,
     MAX_SAMPLE_BYTES,
     MAX_TOKEN_ID,
+    NEW_VOICE_FORM,
     SPEECH_BODY,
     SPEECH_REFUSED,
     TOKENIZE_BODY,
     TOKENIZE_REFUSED,
+    VOICE_REFUSED,
     ChatAudio,
     ChatBody,
     DetokenizeBody,
-    NewVoiceForm,
     Refused,
     SpeakerEmbedding,
     SpeechBody,
@@ -342,10 +344,9 @@ def _refuse(
         return
     if isinstance(value, msgspec.Raw):
         value = decode_small(value)
-    else:  # of a form
-        unless = [
-            good if isinstance(good, str) else str(msgspec.json.encode(good), "utf-8") for good in unless
-        ]
+    elif isinstance(value, str):  # of a form, where all but texts are JSON
+        with suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(value)
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
     if value is not None and not neutral:
@@ -462,7 +463,8 @@ def _reference(fields: SpeechFields, prefix: str) -> VoiceSample | None:
 
 def parse_voice(raw: memoryview, info: ServiceInfo, options: ServeOptions, *, content_type: str) -> NewVoice:
     """Decode the form of a new voice. Raises: RequestError."""
-    form = decode_form(raw, content_type, NewVoiceForm)
+    form = decode_form(raw, content_type, NEW_VOICE_FORM)
+    refuse_all(form, VOICE_REFUSED)
     sample = form.audio_sample
     if (sample is None) == (form.speaker_embedding is None):
         raise invalid("audio_sample", "or 'speaker_embedding' must be given, and only one of them")
@@ -594,6 +596,8 @@ def _include_usage(body: TextBody) -> bool:
         return False
     if not body.stream:
         raise invalid("stream_options", "is only allowed with 'stream': true")
+    if body.stream_options.continuous_usage_stats:
+        raise _unsupported("stream_options.continuous_usage_stats", "the last chunk has the usage")
     return body.stream_options.include_usage or False
 
 

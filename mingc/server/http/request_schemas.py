@@ -315,6 +315,7 @@ class AllowedToolsChoice(Struct, tag_field="type", tag="allowed_tools", forbid_u
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Raw = _ABSENT
 
 
@@ -441,7 +442,7 @@ class ChatBody(TextBody, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     thinking: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: TemplateSwitches | None = None
     modalities: Annotated[list[str], Meta(max_length=8)] | None = None
     audio: ChatAudio | None = None
@@ -649,13 +650,38 @@ TOKENIZE_REFUSED: Refused = {**CHAT_REFUSED, "add_special_tokens": ("the tokeniz
 _NO_INPUT: tuple[str, tuple[object, ...]] = ("the talker has no such input", ())
 SPEECH_REFUSED: Refused = dict.fromkeys(
     (
-        "task_type", "language", "x_vector_only_mode",
-        "initial_codec_chunk_frames", "extra_params",
+        "task_type", "language", "x_vector_only_mode", "initial_codec_chunk_frames", "extra_params", "ref_audio_2",
+        "ambient_sound", "duration_seconds", "non_streaming_mode",
     ),
     _NO_INPUT,
 ) | {
+    "speaker": ("use 'voice'", ()),
+    "references": ("use 'ref_audio' and 'ref_text'", ()),
     "word_timestamps": ("the times of words are not known; use 'timestamp_granularities': ['segment']", (False,)),
 }  # fmt: skip
+_ONE_TEMPERATURE = "tokens of a transcript are sampled by 'temperature' alone"
+TRANSCRIPTION_REFUSED: Refused = {
+    **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ("speakers are not told apart", ())),
+    "languages": ("the model recognizes the language of each segment; use 'language' to force one", ()),
+    "to_language": ("a transcript is in the language of the speech", ()),
+    "hotwords": ("use 'keywords'", ()),
+    "n": ("a file has one transcript", (1,)),
+    "max_completion_tokens": ("a segment may have 512 tokens", ()),
+    "stream_include_usage": ("the last event has the usage", (False, True)),
+    "stream_continuous_usage_stats": ("the last event has the usage", (False,)),
+    **dict.fromkeys(("seed", "penalty_decay"), (_ONE_TEMPERATURE, ())),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (_ONE_TEMPERATURE, (1,))),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), (_ONE_TEMPERATURE, (0,))),
+    "top_k": (_ONE_TEMPERATURE, (0, -1)),
+    **{
+        name: _SAMPLING_REFUSED[name]
+        for name in ("use_beam_search", "length_penalty", "include_stop_str_in_output")
+    },
+    "vllm_xargs": _SERVING_REFUSED["vllm_xargs"],
+}
+VOICE_REFUSED: Refused = dict.fromkeys(
+    ("prompt", "script_hint"), ("voices are made of recordings and speaker vectors", ())
+)
 CHAT_DRAWING_REFUSED: Refused = {
     "true_cfg_scale": ("use 'guidance_scale'", ()),
     "num_outputs_per_prompt": ("use 'n'", (1,)),
@@ -703,19 +729,26 @@ def _refusal(why: str, neutral: tuple[object, ...]) -> str:
     return f"Refused, except {values}: {why}." if values else f"Refused: {why}."
 
 
-def _with_other_fields(
-    body: type[_Body], refused: Refused, other: Any = Raw, files: Sequence[str] = ()
+def with_other_fields(
+    body: type[_Body],
+    refused: Refused,
+    other: Any = Raw,
+    *,
+    files: Sequence[str] = (),
+    lists: Sequence[str] = (),
 ) -> type[_Body]:
     """Define a struct of the same name that also has the refused and the ignored fields, undecoded.
 
-    `other`: their type, which is text in a form but for `files`.
+    `other`: their type, which is text in a form but for `files` and `lists`, whose parts may be repeated.
     """
     others = {name: _refusal(why, neutral) for name, (why, neutral) in refused.items()}
     others |= dict.fromkeys(IGNORED, "Ignored.")
     fields = [
         (
             name,
-            Annotated[File if name in files else other, Meta(description=text)],
+            Annotated[
+                File if name in files else list[str] if name in lists else other, Meta(description=text)
+            ],
             field(default_factory=other),
         )
         for name, text in others.items()
@@ -726,10 +759,11 @@ def _with_other_fields(
     return made
 
 
-CHAT_BODY = _with_other_fields(ChatBody, CHAT_REFUSED)
-COMPLETION_BODY = _with_other_fields(CompletionBody, COMPLETION_REFUSED)
-TOKENIZE_BODY = _with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
-IMAGE_BODY = _with_other_fields(ImageBody, IMAGE_REFUSED)
-IMAGE_EDIT_BODY = _with_other_fields(ImageEditBody, IMAGE_EDIT_REFUSED, str, ("mask", "markup"))
-DETOKENIZE_BODY = _with_other_fields(DetokenizeBody, {})
-SPEECH_BODY = _with_other_fields(SpeechBody, SPEECH_REFUSED)
+CHAT_BODY = with_other_fields(ChatBody, CHAT_REFUSED)
+COMPLETION_BODY = with_other_fields(CompletionBody, COMPLETION_REFUSED)
+TOKENIZE_BODY = with_other_fields(TokenizeBody, TOKENIZE_REFUSED)
+IMAGE_BODY = with_other_fields(ImageBody, IMAGE_REFUSED)
+IMAGE_EDIT_BODY = with_other_fields(ImageEditBody, IMAGE_EDIT_REFUSED, str, files=("mask", "markup"))
+DETOKENIZE_BODY = with_other_fields(DetokenizeBody, {})
+SPEECH_BODY = with_other_fields(SpeechBody, SPEECH_REFUSED)
+NEW_VOICE_FORM = with_other_fields(NewVoiceForm, VOICE_REFUSED, str)

@@ -26,7 +26,8 @@ from mingc.runtime.request import (
 from mingc.server.http.field_errors import invalid, shorten
 from mingc.server.http.forms import File, decode_form
 from mingc.server.http.logprobs import transcript_logprobs
-from mingc.server.http.parsing import unknown_model
+from mingc.server.http.parsing import refuse_all, unknown_model
+from mingc.server.http.request_schemas import TRANSCRIPTION_REFUSED, with_other_fields
 from mingc.server.http.response_schemas import SSE_DONE, TopLogprob, sse
 from mingc.server.options import ServeOptions
 
@@ -56,7 +57,7 @@ class ServerVad(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TranscriptionBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of `POST /v1/audio/transcriptions`, a form."""
+    """Fields of `POST /v1/audio/transcriptions`, a form; `TRANSCRIPTION_BODY` has all."""
 
     file: File
     model: str | None = None
@@ -69,6 +70,14 @@ class TranscriptionBody(Struct, forbid_unknown_fields=True, kw_only=True):
     include: Annotated[list[Literal["logprobs"]], Meta(max_length=4)] | None = None
     chunking_strategy: Literal["auto"] | ServerVad | None = None
     stream: bool | None = None
+
+
+TRANSCRIPTION_BODY = with_other_fields(
+    TranscriptionBody,
+    TRANSCRIPTION_REFUSED,
+    str,
+    lists=("known_speaker_names", "known_speaker_references", "languages"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +110,8 @@ def parse_transcription(
             param="model",
             code="unsupported_model",
         )
-    body = decode_form(raw, content_type, TranscriptionBody)
+    body = decode_form(raw, content_type, TRANSCRIPTION_BODY)
+    refuse_all(body, TRANSCRIPTION_REFUSED)
     if body.model is not None and body.model not in info.names:
         raise unknown_model(body.model, info)
     data = body.file.data
