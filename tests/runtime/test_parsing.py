@@ -837,7 +837,18 @@ def test_any_json_is_parsed_or_refused(body: object) -> None:
         ({"response_format": {"type": "text"}}, None),
         ({"structured_outputs": {}, "guided_json": None}, None),
         ({"response_format": {"type": "json_object"}}, ("json", '{"type":"object"}', "response_format")),
-        ({"response_format": schema_format(strict=True)}, ("json", '{"b":1,"a":2.5}', "response_format")),
+        *(
+            (
+                {"response_format": schema_format(strict=strict)},
+                ("json", '{"b":1,"a":2.5}', "response_format"),
+            )
+            for strict in (True, False, None)
+        ),
+        ({"structured_outputs": {"json_object": False}}, None),
+        (
+            {"structured_outputs": {"json_object": True}},
+            ("json", '{"type":"object"}', "structured_outputs.json_object"),
+        ),
         ({"structured_outputs": {"json": " {} "}}, ("json", " {} ", "structured_outputs.json")),
         ({"structured_outputs": {"json": False}}, ("json", "false", "structured_outputs.json")),
         ({"structured_outputs": {"regex": "a*"}}, ("regex", "a*", "structured_outputs.regex")),

@@ -40,6 +40,7 @@ HOSTILE = {
         {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]},
         "too large",
     ),
+    "false": ("json", False, "Unsatisfiable"),
     "rules": ("grammar", "start: a\na: a", "allows no answer"),
     "nothing": ("grammar", "start: A\nA: /a/ & /b/", "allows no answer"),
 }

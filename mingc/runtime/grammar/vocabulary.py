@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from mingc.prompts.tokenizer import TextTokenizer
 
-# What tests/runtime/test_grammar.py tries beside ordinary grammars. A state of the lexer takes about 1 kB.
+# What tests/unit/test_grammar.py tries beside ordinary grammars. A state of the lexer takes about 1 kB.
 _LIMITS = LLParserLimits(initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False)
 _WINDOW_TOKENS = 8  # llguidance takes back up to 4
 
