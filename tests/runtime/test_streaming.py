@@ -408,17 +408,17 @@ def test_half_characters_of_a_completion_are_named_by_their_bytes() -> None:
     tokenizer = FakeService().tokenizer
     ids = tokenizer.encode_plain("a😀b")
     entries = [(each, TokenLogprobs(logprob=-inf, top=((ids[0], -0.5),))) for each in ids]
-    whole = CompletionLogprobsWriter(tokenizer, 7).write(
+    whole = CompletionLogprobsWriter(tokenizer).write(
         [*entries, (tokenizer.token_id("<role>"), entries[0][1])]
     )
     assert whole.tokens == ["a", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x80", "b", "<role>"]
-    assert whole.text_offset == [7, 8, 8, 8, 8, 9, 10]
+    assert whole.text_offset == [0, 1, 1, 1, 1, 2, 3]
     assert whole.token_logprobs == [-9999.0] * 7, "JSON has no infinity"
     assert whole.top_logprobs[0] == {"a": -0.5} and whole.top_logprobs[1] == {
         "bytes:\\xf0": -9999.0,
         "a": -0.5,
     }
-    writer = CompletionLogprobsWriter(tokenizer, 7)
+    writer = CompletionLogprobsWriter(tokenizer)
     assert [writer.write([entry]).text_offset for entry in entries] == [
         [each] for each in whole.text_offset[:-1]
     ]

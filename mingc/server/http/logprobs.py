@@ -51,14 +51,11 @@ def transcript_logprobs(entries: Entries, tokenizer: TextTokenizer) -> list[TopL
 
 
 class CompletionLogprobsWriter:
-    """Log probabilities of the tokens of one completion, which follow each other.
+    """Log probabilities of the tokens of one completion, which follow each other."""
 
-    `offset`: characters of the text before the first token.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, offset: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._offset = 0  # characters
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, entries: Entries) -> CompletionLogprobs:

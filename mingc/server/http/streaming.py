@@ -246,7 +246,7 @@ async def completion(
             index=index, text=shown_prompt + answer.text, finish_reason=answer.done.finish_reason
         )
         if tokenizer is not None:
-            choice.logprobs = CompletionLogprobsWriter(tokenizer, len(shown_prompt)).write(logprobs[index])
+            choice.logprobs = CompletionLogprobsWriter(tokenizer).write(logprobs[index])
         choices.append(choice)
     return _whole(msgspec.json.encode(builder.completion(choices, [answer.done for answer in found])))
 
@@ -260,10 +260,7 @@ async def completion_chunks(
     tokenizer: TextTokenizer | None,
 ) -> AsyncIterator[bytes]:
     """Chunks of each answer: `shown_prompt`, one text per token, the finish reason; then `[DONE]`."""
-    writers = [
-        None if tokenizer is None else CompletionLogprobsWriter(tokenizer, len(shown_prompt))
-        for _ in range(num_answers)
-    ]
+    writers = [None if tokenizer is None else CompletionLogprobsWriter(tokenizer) for _ in range(num_answers)]
     shown = [shown_prompt] * num_answers
     usage = Usage()
     async for index, event in until_done(answers, num_answers):
