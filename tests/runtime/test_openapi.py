@@ -198,7 +198,7 @@ OTHER_APIS = {
     "SGLang": {
         CHAT: f"""{_OF_BOTH} {_OF_SGLANG} {_CHATS} return_prompt_token_ids return_meta_info task
             continue_final_message separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch
-            min_dynamic_patch use_audio_in_video input_ids""",
+            min_dynamic_patch use_audio_in_video input_ids reasoning""",
         "/v1/completions": f"{_OF_BOTH} {_OF_SGLANG} prompt best_of echo suffix json_schema custom_labels",
     },
     "OpenAI": {

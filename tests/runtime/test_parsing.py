@@ -923,8 +923,8 @@ REFUSED: dict[str, tuple[list[Any], Any]] = {
             "bootstrap_host", "bootstrap_port", "bootstrap_room", "cache_salt", "custom_logit_processor",
             "custom_params", "data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "ec_transfer_params", "extra_key",
             "images_config", "input_ids", "kv_transfer_params", "logprob_token_ids", "lora_path", "max_dynamic_patch",
-            "min_dynamic_patch", "ngram_corpus_id", "regex", "repetition_detection", "routed_dp_rank", "stop_regex",
-            "task", "truncation_side",
+            "min_dynamic_patch", "ngram_corpus_id", "reasoning", "regex", "repetition_detection", "routed_dp_rank",
+            "stop_regex", "task", "truncation_side",
         )
     },
 }  # fmt: skip

@@ -624,6 +624,7 @@ CHAT_REFUSED: Refused = {
     "documents": ("put the text into a message", ([],)),
     "include_reasoning": ("thoughts are returned", (True,)),
     "input_ids": ("use /v1/completions", ()),
+    "reasoning": ("use 'reasoning_effort'", ()),
     **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), ("use 'image_max_pixels'", ())),
     "media_io_kwargs": ("use the fields of images and videos", ({},)),
     **dict.fromkeys(
