@@ -29,11 +29,13 @@ from websockets.sync.client import connect
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.artifacts.manifest import read_manifest
+from mingc.errors import RequestError
 from mingc.export.assets.voices import SPEAKER_NETWORK, VoiceSource, read_voice
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.features import Features
 from mingc.prompts.media_decoder import MediaTask
 from mingc.runtime.request import SpeechParams
+from mingc.runtime.service import voices
 from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.voice_registration import open_voices
 from mingc.runtime.voices import VoicePack, VoiceSample
@@ -259,7 +261,7 @@ class SlowDecoder(InProcessDecoder):
 
 
 def test_requests_with_the_same_new_voice_share_its_computation(
-    eager_artifact: Path, recording: bytes
+    eager_artifact: Path, recording: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the client leaves whose request began it."""
     decoder = SlowDecoder()
@@ -275,6 +277,18 @@ def test_requests_with_the_same_new_voice_share_its_computation(
         found = (await staying).reference
         assert leaving.cancelled() and isinstance(found, VoicePack) and found.transcript == WORDS
         assert (await service.find_voice(params)).reference is found and decoder.num_media == 1
+        broken = SpeechParams(reference=VoiceSample(recording=b"no sound", transcript=WORDS))
+        for number in (2, 3):  # what failed is not kept
+            with pytest.raises(RequestError):
+                await service.find_voice(broken)
+            assert decoder.num_media == number
+        one = found.num_bytes
+        monkeypatch.setattr(voices, "CACHE_BYTES", one)
+        vectors = (tuple(np.eye(192, dtype=np.float32)[number]) for number in range(3))
+        for each in vectors:
+            made = (await service.find_voice(SpeechParams(reference=VoiceSample(vector=each)))).reference
+            assert isinstance(made, VoicePack) and 0 < service.load.limits["voice_cache_bytes"][0] <= one
+        assert (await service.find_voice(params)).reference is not found, "the oldest was dropped"
         await service.close(shutdown_timeout_s=1.0)
 
     asyncio.run(run())

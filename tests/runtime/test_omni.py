@@ -814,6 +814,7 @@ def test_several_answers_are_those_of_one_request_each_and_share_a_prefill(limit
     assert [usage.completion_tokens for usage in usages] == [12] * 4
     num_prompt = usages[0].prompt_tokens
     assert num_prompt > 4 * PAGE and [usage.prompt_tokens for usage in usages[1:]] == [0, 0, 0]
+    assert [usage.cached_tokens for usage in usages] == [0] * 4, "of the prompt, which is counted once"
     # a last page that is not full belongs to its own answer
     assert service.load.prefilled_tokens <= num_prompt + 3 * PAGE
 

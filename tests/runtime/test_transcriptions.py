@@ -8,8 +8,9 @@ import random
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,24 @@ import webvtt
 from fake_service import INFO, SPEECH_ONLY, FakeService
 from openai import OpenAI
 from openai.types.audio import Transcription, TranscriptionVerbose
-from preprocess_data import wav
+from preprocess_data import audio_parameters, wav
 from server_thread import run_server
 
-from mingc.prompts.media_decoder import TurnRules
+from mingc.media.speech import BlockReader, SpeechFinder
+from mingc.prompts.features import AudioFeatures
+from mingc.prompts.media_decoder import SpeechSegment, TurnRules
+from mingc.runtime.request import (
+    Done,
+    Event,
+    TextDelta,
+    TranscriptDelta,
+    TranscriptDone,
+    TranscriptEvent,
+    TranscriptionRequest,
+    TranscriptSegment,
+    Usage,
+)
+from mingc.runtime.service.transcriber import transcribe
 from mingc.server.options import ServeOptions
 
 CLIP = Path(__file__).parents[1] / "data" / "speech" / "three-sentences.ogg"
@@ -136,6 +151,60 @@ def test_subtitles_are_read_by_other_parsers(server: Server) -> None:
         "Bye",
     ]
     assert server.create(response_format="text") == f"{TEXT}\n"
+
+
+def test_times_beyond_an_hour(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = TranscriptSegment(
+        start_ms=3_723_004, end_ms=35_999_999, text="a", language=None, speech_probability=1.0, tokens=(),
+        avg_logprob=0.0, usage=Usage(), audio_tokens=0,
+    )  # fmt: skip
+
+    async def late(_: TranscriptionRequest) -> AsyncGenerator[TranscriptEvent]:
+        for event in (TranscriptDelta(text="a"), segment):
+            yield event
+        yield TranscriptDone(duration_ms=36_000_000, usage=Usage(), audio_tokens=0)
+
+    monkeypatch.setattr(server.service, "transcribe", late)
+    (cue,) = srt.parse(server.create(response_format="srt"), ignore_errors=False)
+    assert (cue.start, cue.end) == (timedelta(milliseconds=3_723_004), timedelta(milliseconds=35_999_999))
+    (caption,) = webvtt.from_buffer(io.StringIO(server.create(response_format="vtt"))).captions
+    assert (caption.start, caption.end) == ("01:02:03.004", "09:59:59.999")
+
+
+def test_a_long_file_is_read_as_its_segments_are_answered() -> None:
+    """However many segments a read has found: of a file that nobody answers, few are held."""
+    features = AudioFeatures(mel=np.zeros((8, 1), np.float32), num_tokens=1)
+    found = [SpeechSegment(start_ms=n, end_ms=n + 1, probability=1.0, features=features) for n in range(40)]
+    begun: list[int] = []
+
+    async def run() -> None:
+        may_end = asyncio.Semaphore(0)
+        parts = iter([found[:30], found[30:]])
+
+        async def read() -> list[SpeechSegment] | None:
+            return next(parts, None)
+
+        async def answer(segment: SpeechSegment) -> AsyncGenerator[Event]:
+            begun.append(segment.start_ms)
+            await may_end.acquire()
+            yield TextDelta(text="word", token=1)
+            yield Done(finish_reason="stop", usage=Usage(completion_tokens=1), timings_ms={})
+
+        async def collect() -> list[TranscriptEvent]:
+            return [event async for event in transcribe(reader, read, answer, "English")]
+
+        reader = BlockReader(SpeechFinder(audio_parameters(), TurnRules(), "file"))
+        running = asyncio.create_task(collect())
+        for num_ended in range(len(found)):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert begun == list(range(min(num_ended + 4, len(found))))
+            may_end.release()
+        events = await running
+        assert sum(isinstance(each, TranscriptSegment) for each in events) == len(found)
+        assert "".join(e.text for e in events if isinstance(e, TranscriptDelta)) == " ".join(["word"] * 40)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
