@@ -266,6 +266,18 @@ def test_a_forced_language_is_the_one_of_the_answer(server: Server) -> None:
 TIME = np.arange(3 * 16000) / 16000
 
 
+def test_the_language_of_a_file_is_the_one_that_is_spoken_longest(server: Server) -> None:
+    """The first sentence takes 1.6 s, the others 2 s together."""
+    server.service.transcripts = ["Chinese\t你好。", "English\tHello.", "English\tBye."]
+    assert server.create(response_format="verbose_json").language == "english"
+    server.service.transcripts = [
+        "Chinese\t你好。",
+        "no language is named here, as some answers do",
+        "English\tBye.",
+    ]
+    assert server.create(response_format="verbose_json").language == "chinese"
+
+
 @pytest.mark.parametrize(
     "samples",
     [
