@@ -5,6 +5,7 @@ Samples are compared over the artifact of the tiny checkpoint, errors and cancel
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from mingc.runtime.service.builder import open_service
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.server.options import ServeOptions
+from mingc.server.websocket.connection import EventSocket
 
 PATH = "/v1/audio/speech/stream"
 # Two sentences whose first one has clauses, a thought, and nothing to speak at the end.
@@ -294,6 +296,27 @@ def test_cancel_stops_at_once(num_received: int, monkeypatch: pytest.MonkeyPatch
         got, audio = receive(connection)
         assert got[0]["type"] == "audio.start" and got[-1]["utterance_index"] == 2
         assert audio == by_http(url, "Go on.", voice="amy", max_steps=None)
+
+
+def test_cancel_takes_back_what_was_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), EventSocket._write
+
+    async def stalled(socket: EventSocket) -> None:
+        while not may_write.is_set():
+            await asyncio.sleep(0.01)
+        await write(socket)
+
+    monkeypatch.setattr(EventSocket, "_write", stalled)
+    service = make_service(has_thinker=False)
+    with serving(service) as (url, _), connect(url) as connection:
+        patches = slow_down(service, monkeypatch)
+        send(connection, FAKE, *(text("This one is a long sentence, is it not? ") for _ in range(40)), DONE)
+        eventually(lambda: len(patches) > 3)
+        send(connection, CANCEL)
+        eventually(lambda: service.held["speech streams"] == 0)
+        may_write.set()
+        got, audio = receive(connection)
+        assert [each["type"] for each in got] == ["session.done"] and not audio
 
 
 def test_a_session_that_ends_at_any_event_holds_nothing() -> None:
