@@ -8,7 +8,7 @@ import gc
 import os
 import re
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -745,9 +745,18 @@ def test_thinker_knows_the_spoken_answers_that_somebody_waits_for(
     service, told = make_service(), list[str]()
     assert service.thinker is not None
     starts = service.thinker.speech_starts
-    for name in ("expect", "begin", "end"):
+
+    def tells(name: str) -> Callable[[object], None]:
         tell = getattr(starts, name)
-        monkeypatch.setattr(starts, name, lambda key, name=name, tell=tell: (told.append(name), tell(key)))
+
+        def tell_it(stream: object) -> None:
+            told.append(name)
+            tell(stream)
+
+        return tell_it
+
+    for name in ("expect", "begin", "end"):
+        monkeypatch.setattr(starts, name, tells(name))
     monkeypatch.setattr(service.talkers[0].worker, "device", torch.device(device))
     request = replace(chat("Hello", SpeechParams(voice="amy"), max_tokens=40), is_live=is_live)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from mingc.runtime.speech_starts import SpeechStarts
 
 
@@ -43,9 +45,15 @@ def test_neither_a_thought_nor_a_late_patch_stops_a_thinker() -> None:
     assert not starts.wait_for_segment()
 
 
-def test_a_segment_that_completes_while_the_last_token_is_read_is_seen() -> None:
+def test_a_segment_that_completes_while_the_last_token_is_read_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     starts = SpeechStarts(Clock())
     starts.expect("a")
-    wait = starts._changed.wait
-    starts._changed.wait = lambda timeout=None: starts.begin("a") or wait(0)  # type: ignore[method-assign, func-returns-value]
+
+    def read(timeout: float | None = None) -> bool:
+        starts.begin("a")
+        return True
+
+    monkeypatch.setattr(starts._changed, "wait", read)
     assert starts.wait_for_segment()
