@@ -214,9 +214,9 @@ class TalkerWorker:
         launched = self._launched.popleft()
         samples, stop, latents = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
-        is_finite = np.isfinite(samples[: len(launched.rows)]).all(axis=1).tolist()
+        is_finite = np.logical_and.reduce(np.isfinite(samples[: len(launched.rows)]), axis=1)
         return {
-            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row], is_finite[row])
+            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row], bool(is_finite[row]))
             for row, (slot, running) in enumerate(launched.rows)
             if self._running.get(slot) is running and not running.is_last
         }
