@@ -194,6 +194,7 @@ def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: Arri
             worker.launch(launchable)
         if worker.num_in_flight == worker.depth or (worker.num_in_flight and not launchable):
             for slot, patch in worker.collect().items():
+                assert patch is not None, "the samples are not finite"
                 waves[running[slot]].append(patch.samples)
                 if patch.is_segment_end:
                     worker.remove(slot)

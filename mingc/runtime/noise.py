@@ -43,10 +43,10 @@ class PhiloxNoise:
     seed: int
 
     def start(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return _normal(self.seed, segment, patch, _START, shape)
+        return _generator.normal(self.seed, segment, patch, _START, shape)
 
     def diffusion(self, segment: int, patch: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        return _normal(self.seed, segment, patch, _DIFFUSION, shape)
+        return _generator.normal(self.seed, segment, patch, _DIFFUSION, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +69,16 @@ class _Generator(threading.local):
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._bits)
-        self._state = self._bits.state  # with nothing buffered
+        self._state = self._bits.state  # with nothing buffered; setting it copies these arrays
+        self._key, self._counter = self._state["state"]["key"], self._state["state"]["counter"]
 
     def normal(
-        self, key: NDArray[np.uint64], counter: NDArray[np.uint64], shape: tuple[int, ...]
+        self, seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]
     ) -> NDArray[np.float32]:
-        self._bits.state = {**self._state, "state": {"key": key, "counter": counter}}
+        self._key[:] = seed & (2**64 - 1), _STREAM
+        self._counter[:] = 0, patch, kind, segment  # Philox increments the lowest word with each draw
+        self._bits.state = self._state
         return self._generator.standard_normal(shape, dtype=np.float32)
 
 
 _generator = _Generator()
-
-
-def _normal(seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    # Philox increments the lowest counter word with each draw.
-    counter = np.array([0, patch, kind, segment], np.uint64)
-    return _generator.normal(philox_key(seed, _STREAM), counter, shape)

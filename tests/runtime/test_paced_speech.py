@@ -158,6 +158,29 @@ def test_while_a_request_waits_for_a_slot_those_that_have_one_are_not_held() -> 
     assert {len(each.items) for each in first} == {30}, "their slots are free as soon as without pacing"
 
 
+def test_no_more_segments_join_before_a_patch_than_one_boundary_admits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next patch is held, because the device is busy with the one before it."""
+    worker = make_talker_worker(slots=12, depth=2)
+    loop = make_talker_loop(worker)  # which admits four
+    monkeypatch.setattr(type(worker), "is_idle", False)
+    Listener(loop, segment(patches=30))
+    run_step(loop)
+    assert worker.num_in_flight == 1
+    monkeypatch.setattr(worker, "remaining_s", lambda: 1.0)
+    listeners = [Listener(loop, segment(seed=seed, patches=3)) for seed in range(10)]
+    for _ in range(4):
+        assert run_step(loop)
+        assert worker.num_segments == 5 and worker.num_in_flight == 1
+    monkeypatch.setattr(worker, "remaining_s", lambda: 0.0)
+    run_step(loop)
+    run_step(loop)
+    assert worker.num_segments == 9
+    run_until_idle(loop)
+    assert [len(each.items) for each in listeners] == [3] * 10
+
+
 def test_a_segment_that_is_not_due_leaves_the_slot_to_others() -> None:
     clock = Clock()
     loop = make_talker_loop(make_talker_worker(slots=2), speech_lead=3, clock=clock)

@@ -16,9 +16,15 @@ RATE = 10  # samples a second, and samples a patch
 def make_pacing(lead: int = 3, *live: int, whole: tuple[int, ...] = ()) -> SpeechPacing:
     pacing = SpeechPacing(lead, patch_samples=RATE, sample_rate=RATE)
     for stream in (*live, *whole):
-        pacing.open(stream, is_live=stream in live)
-        pacing.arrive(stream, 0.0)
+        add(pacing, stream, 0.0, is_live=stream in live)
     return pacing
+
+
+def add(pacing: SpeechPacing, stream: int, now: float, *, is_live: bool = True) -> None:
+    """A stream whose first segment has a slot."""
+    pacing.open(stream, is_live=is_live)
+    pacing.arrive(stream, now)
+    pacing.begin_segment(stream)
 
 
 def make_patches(pacing: SpeechPacing, stream: int, count: int, now: float) -> None:
@@ -38,8 +44,8 @@ def launches(pacing: SpeechPacing, count: int, *, took_s: float = 0.0) -> list[f
     """When the patches of stream 1 are launched if nothing else happens; playback starts with the first of them."""
     now, times = 0.0, []
     while len(times) < count:
-        if not pacing.due([1], now):
-            now = pacing.next_time([1], [], now)
+        if not pacing.due(now):
+            now = pacing.next_time([], now)
             assert now < math.inf, "never due again"
             continue
         times.append(now)
@@ -76,43 +82,43 @@ def test_the_patches_ready_and_not_begun_are_never_more_than_the_lead() -> None:
 def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
     pacing = make_pacing(3, 1)
     make_patches(pacing, 1, 3, 0.0)
-    assert pacing.due([1], 100.0) == [] and pacing.unread([1]) == {1}
-    assert pacing.next_time([1], [], 100.0) == math.inf
+    assert pacing.due(100.0) == [] and pacing.unread == {1}
+    assert pacing.next_time([], 100.0) == math.inf
     pacing.begin_playback(1, 100.0)
     pacing.begin_playback(1, 200.0)  # the second patch that leaves changes nothing
-    assert pacing.due([1], 100.9) == [] and pacing.unread([1]) == set()
-    assert pacing.due([1], 101.0) == [1]
+    assert pacing.due(100.9) == [] and pacing.unread == set()
+    assert pacing.due(101.0) == [1]
 
 
 @pytest.mark.parametrize("lead", [1, 2, 3, 5])
 def test_before_playback_as_many_patches_are_made_as_the_lead_has(lead: int) -> None:
     pacing = make_pacing(lead, 1)
     count = 0
-    while pacing.due([1], 0.0):
+    while pacing.due(0.0):
         make_patches(pacing, 1, 1, 0.0)
         count += 1
         assert count <= lead
     assert count == lead
     in_flight = make_pacing(lead, 1)
     for _ in range(lead):
-        assert in_flight.due([1], 0.0) == [1]
+        assert in_flight.due(0.0) == [1]
         in_flight.launch([1], 0.0)
-    assert in_flight.due([1], 0.0) == [], "patches on their way count"
+    assert in_flight.due(0.0) == [], "patches on their way count"
 
 
 def test_streams_that_have_time_wait_for_those_that_have_not_and_share_their_patch() -> None:
     pacing = make_pacing(3, 1, 2, 3)
     for stream, at in ((1, 0.0), (2, 0.3), (3, 0.6)):
         play(pacing, stream, 3, at)
-    assert pacing.due([3, 2, 1], 0.9) == []
-    assert pacing.next_time([3, 2, 1], [], 0.9) == 1.0
-    assert pacing.due([3, 2, 1], 1.0) == [1, 2, 3], "earliest playback first"
+    assert pacing.due(0.9) == []
+    assert pacing.next_time([], 0.9) == 1.0
+    assert pacing.due(1.0) == [1, 2, 3], "earliest playback first"
     pacing.launch([1, 2, 3], 1.0)
     for stream in (1, 2, 3):
         pacing.deliver(stream, RATE, 1.0)
     for after in range(2, 9):  # from then on one patch a second serves all of them
-        assert pacing.due([3, 2, 1], after - 0.01) == []
-        assert pacing.due([3, 2, 1], float(after)) == [1, 2, 3]
+        assert pacing.due(after - 0.01) == []
+        assert pacing.due(float(after)) == [1, 2, 3]
         pacing.launch([1, 2, 3], after)
         for stream in (1, 2, 3):
             pacing.deliver(stream, RATE, after)
@@ -124,10 +130,10 @@ def test_after_a_patch_with_fewer_samples_the_next_one_is_due_earlier() -> None:
     pacing = make_pacing(3, 1)
     play(pacing, 1, 3, 0.0)
     pacing.launch([1], 1.0)
-    assert pacing.next_time([1], [], 1.0) == 2.0
+    assert pacing.next_time([], 1.0) == 2.0
     pacing.deliver(1, RATE - 3, 1.0)
-    assert pacing.next_time([1], [], 1.0) == pytest.approx(1.7)
-    assert pacing.due([1], 1.6) == [] and pacing.due([1], 1.71) == [1]
+    assert pacing.next_time([], 1.0) == pytest.approx(1.7)
+    assert pacing.due(1.6) == [] and pacing.due(1.71) == [1]
 
 
 def test_a_stream_as_far_ahead_as_it_may_be_does_not_join_a_patch_of_others() -> None:
@@ -135,40 +141,40 @@ def test_a_stream_as_far_ahead_as_it_may_be_does_not_join_a_patch_of_others() ->
     play(pacing, 1, 4, 0.0)
     pacing.launch([2], 0.5)
     pacing.deliver(2, RATE, 0.5)
-    assert pacing.due([1, 2], 0.5) == [2]
-    assert pacing.due([1, 2], 1.0) == [2, 1]
+    assert pacing.due(0.5) == [2]
+    assert pacing.due(1.0) == [2, 1]
 
 
 def test_the_first_patch_of_a_new_stream_comes_before_all_that_are_in_time() -> None:
     pacing = make_pacing(3, 1)
     play(pacing, 1, 3, 0.0)
-    pacing.open(2, is_live=True)
-    pacing.arrive(2, 2.5)
-    assert pacing.due([1, 2], 2.5) == [2, 1]
-    assert pacing.due([1, 2], 2.5, is_crowded=True) == [2, 1]
+    add(pacing, 2, 2.5)
+    assert pacing.due(2.5) == [2, 1]
+    assert pacing.due(2.5, is_crowded=True) == [2, 1]
     late = make_pacing(3, 1)
     play(late, 1, 2, 0.0)
-    late.open(2, is_live=True)
-    late.arrive(2, 2.5)
-    assert late.due([1, 2], 2.5) == [1, 2], "its playback time is over"
+    add(late, 2, 2.5)
+    assert late.due(2.5) == [1, 2], "its playback time is over"
 
 
 def test_whole_speech_is_never_held_and_starves_no_listener() -> None:
     pacing = make_pacing(3, 1, whole=(2,))
     make_patches(pacing, 2, 50, 0.05)
-    assert pacing.due([2], 0.05) == [2]
+    assert pacing.due(0.05) == [1, 2]
     play(pacing, 1, 3, 0.0)
     # The listener's patch is to be played at 3.0, the other's has three seconds from its last launch.
-    assert pacing.due([2, 1], 0.1) == [1, 2]
+    assert pacing.due(0.1) == [1, 2]
     make_patches(pacing, 1, 1, 0.1)
-    assert pacing.due([2, 1], 1.2) == [2, 1], "a listener ahead of its clock comes behind it"
+    assert pacing.due(1.2) == [2, 1], "a listener ahead of its clock comes behind it"
 
 
 def test_while_another_stream_waits_for_a_slot_none_is_held() -> None:
-    pacing = make_pacing(3, 1, 2)
+    pacing = make_pacing(3, 1)
     play(pacing, 1, 4, 0.0)
-    assert pacing.due([1], 0.0) == []
-    assert pacing.due([1], 0.0, is_crowded=True) == [1]
+    assert pacing.due(0.0) == []
+    assert pacing.due(0.0, is_crowded=True) == [1]
+    pacing.launch([1], 0.0, ending=[1])
+    assert pacing.due(0.0, is_crowded=True) == [], "its segment has no further patch"
 
 
 def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_it_is_due() -> None:
@@ -177,9 +183,27 @@ def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_i
     pacing.launch([1], 0.0)  # surplus: the segment had ended with the patch before
     pacing.end_segment(1)
     assert pacing.admissible([1], 1.9) == []
-    assert pacing.next_time([], [1], 1.9) == 2.0
+    assert pacing.next_time([1], 1.9) == 2.0
     assert pacing.admissible([1], 2.0) == [1]
     assert pacing.admissible([1, 2], 2.0) == [2, 1], "a new request first"
+
+
+def test_no_prompt_of_a_newcomer_delays_a_listener_that_is_short_of_sound() -> None:
+    """Stream 1 needs its second patch at 1.0; 4 waits for its second segment."""
+    pacing = make_pacing(3, 1, 4)
+    for stream in (1, 4):
+        play(pacing, stream, 1)
+    pacing.end_segment(4)
+    for stream, priority in ((2, 0), (3, -1)):
+        pacing.open(stream, is_live=True, priority=priority)
+        pacing.arrive(stream, 0.1)
+    assert pacing.admissible([4, 2, 3], 0.4) == [3, 2, 4]
+    assert pacing.admissible([4, 2, 3], 0.6) == [3, 4], "a listener like it, and one that comes first"
+    assert pacing.admissible([4, 2, 3], 3.2) == [2, 3, 4], "overdue"
+    make_patches(pacing, 1, 1, 0.7)
+    assert pacing.admissible([4, 2, 3], 0.7) == [3, 2, 4]
+    pacing.release()
+    assert pacing.admissible([4, 2], 1.9) == [4, 2], "unpaced speech has no such time"
 
 
 def test_without_a_lead_slots_are_taken_in_order_of_arrival() -> None:
@@ -205,14 +229,30 @@ def test_what_a_client_does_not_read_is_no_underrun_and_whole_speech_has_none() 
     pacing = make_pacing(3, 1, whole=(2,))
     play(pacing, 1, 3, 0.0)
     pacing.pause(1)
+    assert 1 not in pacing.due(50.0)
     make_patches(pacing, 1, 1, 50.0)
     assert pacing.num_underruns == 0
+    pacing.resume(1)
+    assert 1 in pacing.due(52.0)
     make_patches(pacing, 1, 1, 52.0)
+    assert pacing.num_underruns == 0, "the pause delayed this patch"
+    make_patches(pacing, 1, 1, 54.0)
     assert pacing.num_underruns == 1, "it reads again"
     pacing.begin_playback(2, 0.0)
     make_patches(pacing, 2, 1, 0.0)
     make_patches(pacing, 2, 1, 90.0)
     assert pacing.num_underruns == 1
+
+
+def test_a_hundred_streams_come_and_go() -> None:
+    pacing = make_pacing(3, *range(100))
+    assert pacing.due(0.0) == list(range(100))
+    for stream in range(50):
+        pacing.close(stream)
+    assert pacing.due(0.0) == list(range(50, 100))
+    for stream in range(200, 300):
+        add(pacing, stream, 1.0)
+    assert set(pacing.due(1.0)) == {*range(50, 100), *range(200, 300)}
 
 
 def test_listeners_are_counted_by_state() -> None:
@@ -242,13 +282,11 @@ def test_a_fast_talker_never_stops_a_player_and_never_exceeds_the_lead(
     now = 0.0
     while left:
         for stream in [stream for stream, at in waiting.items() if at <= now]:
-            pacing.open(stream, is_live=True)
-            pacing.arrive(stream, now)
+            add(pacing, stream, now)
             del waiting[stream]
-        running = [stream for stream in left if stream not in waiting]
-        batch = pacing.due(running, now)[:4]
+        batch = pacing.due(now)[:4]
         if not batch:
-            now = max(now, min([pacing.next_time(running, [], now), *waiting.values()]))
+            now = max(now, min([pacing.next_time([], now), *waiting.values()]))
             continue
         for stream in batch:
             if stream in started:
@@ -284,7 +322,6 @@ def test_a_stream_that_is_not_played_yet_counts_from_its_launch() -> None:
     make_patches(pacing, 1, 1, 100.0)
     pacing.begin_playback(1, 100.5)
     pacing.launch([2], 101.0)
-    assert pacing.due([1, 2], 101.0) == [1, 2], "101.5 before 102"
-    assert pacing.due([2, 1], 101.0) == [1, 2]
+    assert pacing.due(101.0) == [1, 2], "101.5 before 102"
     pacing.launch([1], 101.0)
-    assert pacing.due([1, 2], 101.0) == [2, 1], "102 before 102.5"
+    assert pacing.due(101.0) == [2, 1], "102 before 102.5"

@@ -86,7 +86,7 @@ def test_admissions_at_one_boundary_are_limited() -> None:
         scheduler.add(stream, stream)
     assert len(scheduler.admit()) == 2
     assert len(scheduler.admit()) == 1
-    assert scheduler.batch(paused={2}) == (1, 3)
+    assert scheduler.batch() == (1, 2, 3)
 
 
 def test_too_many_streams_are_refused() -> None:

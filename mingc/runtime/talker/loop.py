@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-
 from mingc.errors import RequestError, ServeError, WorkerError
 from mingc.runtime.engine_thread import EngineThread
 from mingc.runtime.engines.cuda_graphs import current_device
@@ -42,7 +40,6 @@ class _Stream:
     is_behind: Callable[[], bool]
     recorder: Recorder | None
     segments: dict[int, SpeechSegment] = field(default_factory=dict)
-    behind_since: float | None = None
 
 
 class TalkerLoop(EngineThread):
@@ -75,12 +72,14 @@ class TalkerLoop(EngineThread):
         self._slow_client_timeout_s = slow_client_timeout_s
         self._clock = clock
         self._streams: dict[int, _Stream] = {}
+        self._behind_since: dict[int, float] = {}  # the streams that pause for a slow client
         self._pacing = SpeechPacing(
             speech_lead, patch_samples=worker.samples_per_patch, sample_rate=worker.sample_rate
         )
         self.due_at = math.inf
         self._ids = itertools.count(1)
         self._launch_timing = LaunchTimingPolicy()
+        self._num_joined = 0  # segments since the last launch
         self._was_held = False  # whether the next launch has waited until its lead
         self._latency = PatchLatencyModel()  # by `clock`
         self._calls: set[Future[Any]] = set()  # that wait for this thread
@@ -198,26 +197,30 @@ class TalkerLoop(EngineThread):
     def _step(self) -> bool:
         with self._lock:
             admitted_at = self._clock()
-            admitted = self.scheduler.admit(self._pacing.admissible(self.scheduler.waiting, admitted_at))
+            if not self.worker.num_in_flight:
+                self._num_joined = 0
+            admitted = self.scheduler.admit(self._joining(admitted_at))
+            self._num_joined += len(admitted)
+            for stream, *_ in admitted:
+                self._pacing.begin_segment(stream)
         for stream, segment, slot in admitted:
             try:
                 opened = self._streams[stream]
                 self.worker.add(slot, opened.segments.pop(segment), opened.recorder)
             except Exception as error:
                 self._fail_step([stream], error)
-        try:
-            self.worker.prefill()
-        except Exception as error:
-            self._fail_step([stream for stream, *_ in admitted if stream in self._streams], error)
-        behind = self._find_behind()
+        if admitted:
+            try:
+                self.worker.prefill()
+            except Exception as error:
+                self._fail_step([stream for stream, *_ in admitted if stream in self._streams], error)
+        self._resume_streams()
+        if self._wait_for_segments():
+            return True
         with self._lock:
-            slot_of, is_launchable = self.scheduler.slots.slot, self.worker.is_launchable
-            streams = [each for each in self.scheduler.batch(behind) if is_launchable(slot_of(each))]
-            launchable = self._due_slots(streams, admitted_at)
+            launchable = self._due_slots(admitted_at)
             if not self.scheduler.num_running and not self.scheduler.num_waiting:
                 self.scheduler.check()
-        if launchable and self._wait_for_segments():
-            return True
         try:
             if launchable:
                 self._launch(launchable)
@@ -232,23 +235,36 @@ class TalkerLoop(EngineThread):
             affected = {*launchable, *self.worker.drop()}
             self._launched.clear()
             with self._lock:
-                failed = [each for each in self.scheduler.batch() if slot_of(each) in affected]
+                slots = self.scheduler.slots
+                failed = [each for each in self.scheduler.batch() if slots.slot(each) in affected]
             self._fail_step(failed, error)
         return True
 
     def _idle_s(self) -> float:
         return max(0.0, self.due_at - self._clock())
 
-    def _admissible(self) -> list[int]:
-        return self._pacing.admissible(self.scheduler.waiting, self._clock())
+    def _joining(self, now: float) -> list[int]:
+        """Streams whose segment may still join before the next patch, most urgent first."""
+        left = self.scheduler.max_prefills - self._num_joined
+        return self._pacing.admissible(self.scheduler.waiting, now)[:left]
 
-    def _due_slots(self, streams: Sequence[int], admitted_at: float) -> list[int]:
-        """Slots of the next patch: of the launchable `streams` that are due, at most a batch."""
+    def _due_slots(self, admitted_at: float) -> list[int]:
+        """Slots of the next patch, at most a batch. Pauses streams of it whose client does not read."""
         now = self._clock()
-        is_crowded = not self.scheduler.has_room and bool(self._admissible())
-        due = self._pacing.due(streams, now, is_crowded=is_crowded, patch_s=self._patch_s)
-        self.due_at = self._pacing.next_time(streams, self.scheduler.waiting, now, admitted_at)
-        return [self.scheduler.slots.slot(stream) for stream in due[: self.scheduler.max_batch]]
+        is_crowded = not self.scheduler.has_room and bool(
+            self._pacing.admissible(self.scheduler.waiting, now)
+        )
+        while True:
+            due = self._pacing.due(now, is_crowded=is_crowded, patch_s=self._patch_s)
+            batch = due[: self.scheduler.max_batch]
+            behind = [stream for stream in batch if self._streams[stream].is_behind()]
+            if not behind:
+                break
+            for stream in behind:
+                self._pacing.pause(stream)
+                self._behind_since[stream] = now
+        self.due_at = self._pacing.next_time(self.scheduler.waiting, now, admitted_at)
+        return [self.scheduler.slots.slot(stream) for stream in batch]
 
     def _patch_s(self, rows: int) -> float:
         return self._latency.seconds(self.worker.batch_size(min(rows, self.scheduler.max_batch)))
@@ -265,9 +281,9 @@ class TalkerLoop(EngineThread):
             self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
-            if not self.scheduler.has_room:
+            if not self.scheduler.has_room or not self._pacing.is_due(self._clock()):
                 return False
-            if not self._admissible() and not self._inbox:
+            if not self._joining(self._clock()) and not self._inbox:
                 was_woken = self._wake.wait(min(left, _POLL_S))
                 self._was_held = not was_woken and left <= _POLL_S
         return True
@@ -277,21 +293,23 @@ class TalkerLoop(EngineThread):
         self.worker.launch(slots)  # on a CPU it runs the patch
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
+        self._num_joined = 0
         self._launched.append((self.worker.batch_size(len(slots)), launched_at))
         with self._lock:
-            self._pacing.launch(map(self.scheduler.slots.owner, slots), self._clock())
+            owner = self.scheduler.slots.owner
+            ending = {owner(slot) for slot in slots if not self.worker.is_launchable(slot)}
+            self._pacing.launch(map(owner, slots), self._clock(), ending)
 
-    def _deliver(self, patches: Mapping[int, AudioDelta]) -> None:
+    def _deliver(self, patches: Mapping[int, AudioDelta | None]) -> None:
         """Emit `patches`, by slot, and end the segments that are finished."""
-        is_finite = [bool(np.isfinite(patch.samples).all()) for patch in patches.values()]
         with self._lock:
             now = self._clock()
-            owners = [self.scheduler.slots.owner(slot) for slot in patches]
-            for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
-                if is_good:
+            delivered = [(self.scheduler.slots.owner(slot), patch) for slot, patch in patches.items()]
+            for stream, patch in delivered:
+                if patch is not None:
                     self._pacing.deliver(stream, len(patch.samples), now)
-        for stream, patch, is_good in zip(owners, patches.values(), is_finite, strict=True):
-            if not is_good:
+        for stream, patch in delivered:
+            if patch is None:
                 self._fail(stream, WorkerError("the model's samples are not finite", where="audio_vae"))
                 continue
             self._streams[stream].emit(patch)
@@ -303,31 +321,23 @@ class TalkerLoop(EngineThread):
             self.worker.remove(self.scheduler.slots.slot(stream))
             self.scheduler.end_segment(stream)
             self._pacing.end_segment(stream)
+            self._behind_since.pop(stream, None)
 
-    def _find_behind(self) -> set[int]:
-        """Streams that pause for a slow client. Fails a stream whose pause exceeds the timeout."""
-        now = self._clock()
+    def _resume_streams(self) -> None:
+        """Resume streams whose client reads again. Fails a stream whose pause exceeds the timeout."""
+        now, unread = self._clock(), self._pacing.unread
         with self._lock:
-            running = self.scheduler.batch()
-            unread = self._pacing.unread(running)
-        behind = set()
-        for name in running:
-            stream = self._streams[name]
-            is_behind = stream.is_behind()
-            if not is_behind and name not in unread:
-                stream.behind_since = None
-                continue
-            behind.add(name)
-            if is_behind:
+            for stream in unread:
+                self._behind_since.setdefault(stream, now)
+        for stream, since in list(self._behind_since.items()):
+            if stream not in unread and not self._streams[stream].is_behind():
                 with self._lock:
-                    self._pacing.pause(name)
-            if stream.behind_since is None:
-                stream.behind_since = now
-            if now - stream.behind_since > self._slow_client_timeout_s:
+                    del self._behind_since[stream]
+                    self._pacing.resume(stream)
+            elif now - since > self._slow_client_timeout_s:
                 self._fail(
-                    name, RequestError("the speech is not being read", status=408, code="client_too_slow")
+                    stream, RequestError("the speech is not being read", status=408, code="client_too_slow")
                 )
-        return behind
 
     def _remove(self, stream: int) -> None:
         with self._lock:
@@ -336,6 +346,7 @@ class TalkerLoop(EngineThread):
             self.scheduler.remove(stream)
             self._pacing.close(stream)
             self._streams.pop(stream, None)
+            self._behind_since.pop(stream, None)
 
     def _fail(self, stream: int, error: ServeError) -> None:
         self._streams[stream].emit(FailedItem(error=error))

@@ -1,7 +1,7 @@
 """Pacing of speech: when the next patch of a stream may be launched, and which streams come first.
 
-Speech for a listener is generated only a few patches ahead of its playback, which leaves device time to others. Plain
-Python; imports no torch. All times are seconds of one clock, which the caller reads.
+Speech for a listener is generated only a few patches ahead of its playback, which leaves device time to others. Imports
+no torch. All times are seconds of one clock, which the caller reads.
 
 The talker loop calls it under its lock. Not thread-safe.
 """
@@ -9,14 +9,22 @@ The talker loop calls it under its lock. Not thread-safe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 ListenerState = Literal["starting", "playing", "late", "paused"]
 LISTENER_STATES: tuple[ListenerState, ...] = ("starting", "playing", "late", "paused")
 _PATIENCE_S = 3.0  # speech that has waited so long takes part in the next patch beside listeners
 _MARGIN = 1.5  # a patch may take so many times its estimate: the model's other stages share the device
+
+# What a step compares of every stream: its priority; its last launch or its arrival; when its next patch may be
+# launched (inf: not yet known); when it is launched although no other stream is due; when it must be ready; the same
+# again, inf for jobs.
+_COLUMNS = ("priority", "since", "earliest", "latest", "deadline", "playback")
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +32,7 @@ class _Stream:
     """Speech of one request.
 
     Attributes:
+        row: its place in the columns.
         is_live: whether it is played while it is generated.
         lead: patches that may be ready ahead of its playback; 0: no limit.
         priority: streams with a lower one come first.
@@ -33,11 +42,13 @@ class _Stream:
         started_at: when playback started, shifted by every stall since.
         num_samples: how many samples of all segments are ready.
         in_flight: how many patches are launched and not ready.
-        was_paused: whether its client has not read since the last patch; a late patch then does not count as an
-            underrun.
-        earliest: when its next patch may be launched. Stored, because every launch looks at all streams.
+        is_running: whether a segment has a slot, and not all of its patches are launched.
+        is_paused: whether its client does not read.
+        was_paused: whether it was paused since the last patch; a late patch then does not count as an underrun.
+        earliest: when its next patch may be launched if it is running and not paused.
     """
 
+    row: int
     is_live: bool
     lead: int
     priority: int
@@ -47,8 +58,21 @@ class _Stream:
     started_at: float | None = None
     num_samples: int = 0
     in_flight: int = 0
+    is_running: bool = False
+    is_paused: bool = False
     was_paused: bool = False
     earliest: float = -math.inf
+
+    @property
+    def since(self) -> float:
+        """Since when it waits for a patch; inf if it does not."""
+        since = self.arrived_at if self.launched_at is None else self.launched_at
+        return math.inf if since is None else since
+
+    @property
+    def is_playing(self) -> bool:
+        """Whether a listener has heard it."""
+        return self.is_live and self.started_at is not None
 
     @property
     def is_starting(self) -> bool:
@@ -80,20 +104,38 @@ class SpeechPacing:
         self._sample_rate = sample_rate
         self._patch_s = patch_samples / sample_rate
         self._streams: dict[int, _Stream] = {}
+        self._by_row = [0] * 64
+        self._free_rows = list(range(63, -1, -1))
+        self._columns = {name: np.full(64, math.inf) for name in _COLUMNS}
+        self._unread: set[int] = set()
         self._num_live = self._num_prioritized = 0
         self.num_underruns = 0  # how many patches were ready after their playback time
+
+    @property
+    def unread(self) -> Collection[int]:
+        """The running streams that are delayed because none of their patches has been sent yet."""
+        return self._unread
 
     def release(self) -> None:
         """Delay no stream from now on."""
         self._lead = 0
         for each in self._streams.values():
-            each.lead, each.earliest = 0, -math.inf
+            each.lead = 0
+            self._update(each)
 
     def open(self, stream: int, *, is_live: bool, lead: int | None = None, priority: int = 0) -> None:
         """Add a stream; only live streams are ever delayed. `lead`: None: the lead of all."""
         lead = self._lead if lead is None else lead
         slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
-        self._streams[stream] = _Stream(is_live, lead, priority, slack_s)
+        if not self._free_rows:
+            size = len(self._by_row)
+            self._columns = {
+                name: np.append(column, np.full(size, math.inf)) for name, column in self._columns.items()
+            }
+            self._free_rows += range(2 * size - 1, size - 1, -1)
+            self._by_row += [0] * size
+        each = _Stream(self._free_rows.pop(), is_live, lead, priority, slack_s)
+        self._streams[stream], self._by_row[each.row] = each, stream
         self._num_live += is_live
         self._num_prioritized += priority != 0
 
@@ -101,6 +143,9 @@ class SpeechPacing:
         """Remove a stream; does nothing if it is unknown."""
         each = self._streams.pop(stream, None)
         if each is not None:
+            each.is_running = False
+            self._update(each)
+            self._free_rows.append(each.row)
             self._num_live -= each.is_live
             self._num_prioritized -= each.priority != 0
 
@@ -110,20 +155,27 @@ class SpeechPacing:
         if each.arrived_at is None:
             each.arrived_at = now
 
+    def begin_segment(self, stream: int) -> None:
+        """Record that a segment of the stream has a slot."""
+        each = self._streams[stream]
+        each.is_running = True
+        self._update(each)
+
     def begin_playback(self, stream: int, now: float) -> None:
         """Record that the first audio of the stream is sent. Does nothing for a later call or an unknown stream."""
         each = self._streams.get(stream)
         if each is not None and each.started_at is None:
             each.started_at = now
-            each.earliest = self._earliest(each)
+            self._update(each)
 
-    def launch(self, streams: Iterable[int], now: float) -> None:
-        """Record that the next patch of each stream was launched."""
+    def launch(self, streams: Iterable[int], now: float, ending: Collection[int] = ()) -> None:
+        """Record that the next patch of each stream was launched, the last one of its segment if it is `ending`."""
         for stream in streams:
             each = self._streams[stream]
             each.launched_at = now
             each.in_flight += 1
-            each.earliest = self._earliest(each)
+            each.is_running = stream not in ending
+            self._update(each)
 
     def deliver(self, stream: int, num_samples: int, now: float) -> None:
         """Record that the oldest patch in flight of the stream is ready, with `num_samples`."""
@@ -133,25 +185,29 @@ class SpeechPacing:
             if stalled_s > 0.0:
                 each.started_at += stalled_s  # a player waits for the patch and continues from there
                 self.num_underruns += not each.was_paused
-        each.was_paused = False
+        each.was_paused = each.is_paused
         each.num_samples += num_samples
         each.in_flight -= 1
-        each.earliest = self._earliest(each)
+        self._update(each)
 
     def end_segment(self, stream: int) -> None:
         """Record that a segment of the stream has ended; its surplus patches in flight are discarded."""
         each = self._streams[stream]
         each.in_flight = 0
-        each.earliest = self._earliest(each)
+        each.is_running = each.is_paused = False
+        self._update(each)
 
     def pause(self, stream: int) -> None:
-        """Record that the client of the stream does not read."""
-        self._streams[stream].was_paused = True
+        """Launch no patch of the stream until it is resumed or its segment ends: its client does not read."""
+        each = self._streams[stream]
+        each.is_paused = each.was_paused = True
+        self._update(each)
 
-    def unread(self, streams: Iterable[int]) -> set[int]:
-        """The streams that are delayed because none of their patches has been sent yet."""
-        delayed = [stream for stream in streams if self._streams[stream].earliest == math.inf]
-        return {stream for stream in delayed if self._streams[stream].num_samples > 0}
+    def resume(self, stream: int) -> None:
+        """Record that the client of the stream reads again."""
+        each = self._streams[stream]
+        each.is_paused = False
+        self._update(each)
 
     def admissible(self, waiting: Iterable[int], now: float) -> list[int]:
         """Streams that wait for a slot and whose next patch may be launched, most urgent first.
@@ -161,28 +217,35 @@ class SpeechPacing:
         """
         streams = self._streams
         ready = [stream for stream in waiting if streams[stream].earliest <= now]
+        overdue = {each for each in ready if now - streams[each].since > _PATIENCE_S}
+        columns = self._columns
+        # Paced speech that is being played is due at a finite time.
+        is_short = np.isfinite(columns["earliest"]) & (columns["playback"] < now + self._patch_s / 2)
+        if ready and is_short.any():
+            best = columns["priority"][is_short].min()
+            ready = [
+                each
+                for each in ready
+                if streams[each].is_playing or each in overdue or streams[each].priority < best
+            ]
         # Without pacing in order of arrival.
         deadlines = {stream: self._deadline(streams[stream]) if self._lead else 0.0 for stream in ready}
         if not self._num_prioritized and self._num_live in (0, len(streams)):
             return sorted(ready, key=deadlines.__getitem__)
-        first = {
-            stream for stream in ready if streams[stream].is_live or self._is_overdue(streams[stream], now)
-        }
+        first = overdue.union(stream for stream in ready if streams[stream].is_live)
         if len(first) < len(ready):
             starting = min((each.priority for each in streams.values() if each.is_starting), default=math.inf)
             ready = [each for each in ready if each in first or streams[each].priority < starting]
-        return sorted(
-            ready,
-            key=lambda each: (self._rank(streams[each], now), each not in first, deadlines[each]),
-        )
+        # Overdue streams come first, so that none starves.
+        rank = {each: -math.inf if each in overdue else streams[each].priority for each in ready}
+        return sorted(ready, key=lambda each: (rank[each], each not in first, deadlines[each]))
+
+    def is_due(self, now: float) -> bool:
+        """Whether a running stream waits no longer for others to share its patch."""
+        return bool((self._columns["latest"] <= now).any())
 
     def due(
-        self,
-        running: Sequence[int],
-        now: float,
-        *,
-        is_crowded: bool = False,
-        patch_s: Callable[[int], float] = lambda rows: 0.0,
+        self, now: float, *, is_crowded: bool = False, patch_s: Callable[[int], float] = lambda rows: 0.0
     ) -> list[int]:
         """Running streams whose patch is to be launched now, earliest playback first.
 
@@ -190,66 +253,61 @@ class SpeechPacing:
         how long a patch of so many rows takes, 0 if unknown; equal for all sizes of one batch bucket, and for more rows
         than fit into a patch.
         """
-        streams = self._streams
-        found = [stream for stream in running if is_crowded or streams[stream].earliest <= now]
-        # A patch is launched at the latest after the slack, if no other patch is launched before.
-        if not is_crowded and all(
-            (each := streams[stream]).earliest + each.slack_s > now for stream in found
-        ):
+        if not is_crowded and not self.is_due(now):
             return []
-        deadlines = {stream: self._deadline(streams[stream]) for stream in found}
-        if self._num_prioritized:
-            order = sorted(found, key=lambda each: (self._rank(streams[each], now), deadlines[each]))
-        else:
-            order = sorted(found, key=deadlines.__getitem__)
-        all_s = _MARGIN * patch_s(len(order)) if self._num_live else 0.0
-        return self._beside_listeners(order, running, now, all_s, patch_s) if all_s else order
+        earliest = self._columns["earliest"]
+        rows = np.flatnonzero(earliest < math.inf if is_crowded else earliest <= now)
+        keys = [self._columns["deadline"][rows]]
+        if self._num_prioritized:  # overdue streams come first, so that none starves
+            keys.append(np.where(self._is_overdue(rows, now), -math.inf, self._columns["priority"][rows]))
+        rows = rows[np.lexsort(keys)]
+        all_s = _MARGIN * patch_s(len(rows)) if self._num_live else 0.0
+        if all_s:
+            rows = self._beside_listeners(rows, now, all_s, patch_s)
+        return [self._by_row[row] for row in rows.tolist()]
+
+    def _is_overdue(self, rows: NDArray[np.intp], now: float) -> NDArray[np.bool_]:
+        """Whether the streams have waited for a patch for very long."""
+        is_overdue: NDArray[np.bool_] = now - self._columns["since"][rows] > _PATIENCE_S
+        return is_overdue
 
     def _beside_listeners(
-        self,
-        order: list[int],
-        running: Sequence[int],
-        now: float,
-        all_s: float,
-        patch_s: Callable[[int], float],
-    ) -> list[int]:
-        """The streams of `order`, without as many as would make a listener late. `all_s`: seconds of all together."""
-        streams = self._streams
-        deadlines = {each: self._deadline(streams[each]) for each in running if streams[each].is_live}
-        # A listener that arrives now waits at most for one patch of playback.
-        first = min(deadlines.values(), default=math.inf)
-        if all_s <= min(self._patch_s, first - now):
-            return order
-        urgent = {each for each, deadline in deadlines.items() if deadline - now < all_s}.intersection(order)
-        best = min((streams[stream].priority for stream in urgent), default=-math.inf)
-        chosen = [stream for stream in order if stream in urgent or streams[stream].priority < best]
-        rest = [stream for stream in order if stream not in urgent and streams[stream].priority >= best]
-        if not rest:
-            return chosen
-        if not chosen or self._is_overdue(streams[rest[0]], now):
-            chosen.insert(0, rest.pop(0))
-        room = 0.0 if urgent else min(self._patch_s, first - now)
-        for stream in rest:
-            if _MARGIN * patch_s(len(chosen) + 1) > max(room, _MARGIN * patch_s(len(chosen))):
-                break
-            chosen.append(stream)
-        return chosen
+        self, rows: NDArray[np.intp], now: float, all_s: float, patch_s: Callable[[int], float]
+    ) -> NDArray[np.intp]:
+        """The streams of `rows`, without as many as would make a listener late. `all_s`: seconds of all together.
 
-    def next_time(
-        self, running: Iterable[int], waiting: Iterable[int], now: float, admitted_at: float | None = None
-    ) -> float:
+        Listeners that are not due have more than one patch of playback left.
+        """
+        playback, priority = self._columns["playback"][rows], self._columns["priority"][rows]
+        # A listener that arrives now waits at most for one patch of playback.
+        room = min(self._patch_s, playback.min(initial=math.inf) - now)
+        if all_s <= room:
+            return rows
+        is_urgent = playback - now < all_s
+        is_first = is_urgent
+        if is_urgent.any():
+            is_first, room = is_urgent | (priority < priority[is_urgent].min()), 0.0
+        chosen, rest = rows[is_first], rows[~is_first]
+        if len(rest) and (not len(chosen) or self._is_overdue(rest[:1], now)):
+            chosen, rest = np.append(rest[:1], chosen), rest[1:]
+        num_more = 0
+        while num_more < len(rest):
+            count = len(chosen) + num_more
+            if _MARGIN * patch_s(count + 1) > max(room, _MARGIN * patch_s(count)):
+                break
+            num_more += 1
+        return np.append(chosen, rest[:num_more])
+
+    def next_time(self, waiting: Iterable[int], now: float, admitted_at: float | None = None) -> float:
         """When the first of the streams that are delayed now becomes due; inf if none does.
 
-        `admitted_at`: time of the last `admissible`, if not `now`. Streams of `waiting` that became due since then
-        count as well.
+        `waiting`: the streams that wait for a slot. `admitted_at`: time of the last `admissible`, if not `now`. Streams
+        of `waiting` that became due since then count as well.
         """
-        streams = self._streams
-        times = [
-            time for stream in running if (time := (each := streams[stream]).earliest + each.slack_s) > now
-        ]
+        latest = self._columns["latest"]
+        first = float(latest[latest > now].min(initial=math.inf))
         since = now if admitted_at is None else admitted_at
-        times += [time for stream in waiting if (time := streams[stream].earliest) > since]
-        return min(times, default=math.inf)
+        return min([first, *(time for each in waiting if (time := self._streams[each].earliest) > since)])
 
     def listeners(self, now: float) -> Mapping[str, int]:
         """Number of live streams by state: nothing sent yet; audio left to play; none left; not read."""
@@ -270,34 +328,38 @@ class SpeechPacing:
         """When all samples that are ready will have been played."""
         return started_at + each.num_samples / self._sample_rate
 
-    def _is_overdue(self, each: _Stream, now: float) -> bool:
-        """Whether the stream has waited for a patch for very long."""
-        since = each.arrived_at if each.launched_at is None else each.launched_at
-        return since is not None and now - since > _PATIENCE_S
-
-    def _rank(self, each: _Stream, now: float) -> float:
-        """The priority; overdue streams come first, so that none starves."""
-        return -math.inf if self._is_overdue(each, now) else each.priority
-
     def _deadline(self, each: _Stream) -> float:
         """When the next patch must be played. A new stream's is its arrival, before all streams that are on time.
 
         Speech that is not live has the deadline of a listener whose patch has just become due.
         """
         if not each.is_live:
-            since = each.arrived_at if each.launched_at is None else each.launched_at
-            return -math.inf if since is None else since + self._lead * self._patch_s
+            return each.since + self._lead * self._patch_s
         if each.launched_at is None:
             return -math.inf if each.arrived_at is None else each.arrived_at
         before = each.num_samples + each.in_flight * self._patch_samples
         start = each.launched_at if each.started_at is None else each.started_at
         return start + before / self._sample_rate
 
-    def _earliest(self, each: _Stream) -> float:
-        """When the next patch may be launched."""
+    def _update(self, each: _Stream) -> None:
+        """Store when the next patch may be launched and must be played."""
+        deadline = self._deadline(each)
         if not each.is_live or not each.lead or each.launched_at is None:
-            return -math.inf
-        if each.started_at is None:
+            each.earliest = -math.inf
+        elif each.started_at is None:
             before = each.num_samples + each.in_flight * self._patch_samples
-            return -math.inf if before <= (each.lead - 1) * self._patch_samples else math.inf
-        return self._deadline(each) - each.lead * self._patch_s
+            each.earliest = -math.inf if before <= (each.lead - 1) * self._patch_samples else math.inf
+        else:
+            each.earliest = deadline - each.lead * self._patch_s
+        earliest = each.earliest if each.is_running and not each.is_paused else math.inf
+        columns, row = self._columns, each.row
+        columns["priority"][row] = each.priority
+        columns["since"][row] = each.since
+        columns["earliest"][row] = earliest
+        columns["latest"][row] = earliest + each.slack_s
+        columns["deadline"][row] = deadline
+        columns["playback"][row] = deadline if each.is_live else math.inf
+        if each.is_running and each.earliest == math.inf and each.num_samples:
+            self._unread.add(self._by_row[row])
+        else:
+            self._unread.discard(self._by_row[row])

@@ -6,7 +6,7 @@ The talker loop calls it under its lock. Not thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from mingc.errors import CapacityError
 from mingc.runtime.kv_cache import SlotPool
@@ -21,7 +21,7 @@ class TalkerScheduler:
 
     Args:
         max_batch: most streams in one patch; with more slots, more streams run than fit into one patch.
-        max_prefills_per_patch: most segments admitted at one patch boundary; running ones wait for their prefills.
+        max_prefills_per_patch: most segments admitted by one call; running ones wait for their prefills.
         max_streams: most open streams (speaking and waiting) before more are refused.
         max_jobs: most slots of jobs, whose speech nobody hears while it is generated; None: all slots.
     """
@@ -37,7 +37,7 @@ class TalkerScheduler:
     ) -> None:
         self.slots = slots
         self.max_batch = max_batch
-        self._max_prefills = max_prefills_per_patch
+        self.max_prefills = max_prefills_per_patch
         self.max_streams = max_streams
         self._max_jobs = slots.num_slots - 1 if max_jobs is None else max_jobs
         self._jobs: set[int] = set()
@@ -109,7 +109,7 @@ class TalkerScheduler:
         """
         admitted: list[tuple[int, int, int]] = []
         for stream in self.waiting if order is None else order:
-            if len(admitted) == self._max_prefills or not self.has_room:
+            if len(admitted) == self.max_prefills or not self.has_room:
                 break
             is_job = stream in self._jobs
             if is_job and not self._has_room_for_jobs:
@@ -124,11 +124,9 @@ class TalkerScheduler:
             admitted.append((stream, segment, slot))
         return admitted
 
-    def batch(self, paused: Collection[int] = ()) -> tuple[int, ...]:
-        """Running streams except the `paused` ones, which keep their slots."""
-        return (
-            tuple(stream for stream in self._running if stream not in paused) if paused else (*self._running,)
-        )
+    def batch(self) -> tuple[int, ...]:
+        """Running streams, in order of admission."""
+        return tuple(self._running)
 
     def end_segment(self, stream: int) -> None:
         """End the stream's segment: free its slot, and queue the stream if it has another one."""

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,6 +135,11 @@ class TalkerWorker:
             )
         self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
+        self._inputs = {size: self._allocate_inputs(size) for size in self.engines.batch_sizes}
+        self._input_tensors = {
+            size: {name: torch.from_numpy(values) for name, values in inputs.items()}
+            for size, inputs in self._inputs.items()
+        }
         self._launched: deque[_Launched] = deque()
         self._prompts: list[_PromptPart] = []  # of added segments, not prefilled yet
         self._latency_model = PatchLatencyModel()
@@ -189,22 +195,28 @@ class TalkerWorker:
     def launch(self, slots: Sequence[int]) -> None:
         """Launch the next patch of each slot. All must be launchable, with fewer than `depth` patches in flight."""
         assert self.num_in_flight < self.depth, "a patch must be collected first"
-        self.prefill()
+        if self._prompts:
+            self.prefill()
         rows = [(slot, self._running[slot]) for slot in slots]
         size = self.batch_size(len(rows))
-        patch = self.engines.launch(size, self._inputs(size, rows))
+        self._write_inputs(self._inputs[size], rows)
+        patch = self.engines.launch(size, self._input_tensors[size])
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, running in rows:
             running.launched += 1
             running.num_tokens += 1
 
-    def collect(self) -> dict[int, AudioDelta]:
-        """Wait for the oldest patch in flight. Returns it by slot, without segments that are removed or have ended."""
+    def collect(self) -> dict[int, AudioDelta | None]:
+        """Wait for the oldest patch in flight. Returns it by slot, without segments that are removed or have ended.
+
+        None stands for samples that are not finite.
+        """
         launched = self._launched.popleft()
         samples, stop, latents = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
+        is_finite = np.logical_and.reduce(np.isfinite(samples[: len(launched.rows)]), axis=1)
         return {
-            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row])
+            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row], bool(is_finite[row]))
             for row, (slot, running) in enumerate(launched.rows)
             if self._running.get(slot) is running and not running.is_last
         }
@@ -236,32 +248,33 @@ class TalkerWorker:
         self._prompts = [each for each in self._prompts if each.slot != slot]
         self._running.pop(slot, None)
 
-    def _inputs(self, size: int, rows: Sequence[tuple[int, _Running]]) -> Mapping[str, Tensor]:
-        """Inputs of `TalkerEngines.launch`; rows beyond `rows` are padding, which uses slot 0."""
-        patch_shape = (self.flow.latents_per_patch, self.flow.latent_dim)
-        noise = np.zeros((size, *patch_shape), np.float32)
-        step_noise = np.zeros((size, self.flow.num_steps, *patch_shape), np.float32)
-        numbers = {name: np.zeros(size, np.float32) for name in ("guidance", "sigma", "temperature")}
-        counts = {
-            name: np.zeros(size, np.int64) for name in ("slots", "patch_index", "step_slots", "lengths")
+    def _allocate_inputs(self, size: int) -> dict[str, NDArray[Any]]:
+        """Inputs of `TalkerEngines.launch`, which every launch of this batch size overwrites."""
+        shape = (self.flow.latents_per_patch, self.flow.latent_dim)
+        return {
+            **{name: np.zeros(size, np.int64) for name in ("slots", "patch_index", "step_slots", "lengths")},
+            **{name: np.zeros(size, np.float32) for name in ("guidance", "sigma", "temperature")},
+            "noise": np.zeros((size, *shape), np.float32),
+            "step_noise": np.zeros((size, self.flow.num_steps, *shape), np.float32),
         }
+
+    def _write_inputs(self, inputs: Mapping[str, NDArray[Any]], rows: Sequence[tuple[int, _Running]]) -> None:
+        """Write a row of `inputs` for each of `rows`. The others are padding, which uses slot 0."""
+        noise, step_noise = inputs["noise"], inputs["step_noise"]
+        step_noise[inputs["temperature"] > 0.0] = 0.0  # of the launch before
+        for values in inputs.values():
+            if values.ndim == 1:
+                values[:] = 0
         for row, (slot, running) in enumerate(rows):
             segment, patch = running.segment, running.launched
-            counts["slots"][row] = slot
-            counts["patch_index"][row] = patch
-            if (
-                patch + 1 < segment.max_patches
-            ):  # the last patch before the cap needs no step of the speech LLM
-                counts["step_slots"][row] = slot
-                counts["lengths"][row] = running.num_tokens
-            for name, values in numbers.items():
-                values[row] = getattr(segment, name)
-            noise[row] = segment.noise.start(segment.index, patch, patch_shape)
+            inputs["slots"][row], inputs["patch_index"][row] = slot, patch
+            if patch + 1 < segment.max_patches:  # the patch at the cap needs no step of the speech LLM
+                inputs["step_slots"][row], inputs["lengths"][row] = slot, running.num_tokens
+            inputs["guidance"][row], inputs["sigma"][row] = segment.guidance, segment.sigma
+            inputs["temperature"][row] = segment.temperature
+            noise[row] = segment.noise.start(segment.index, patch, noise.shape[1:])
             if segment.temperature > 0.0:
-                shape = (self.flow.num_steps, *patch_shape)
-                step_noise[row] = segment.noise.diffusion(segment.index, patch, shape)
-        inputs = {**counts, **numbers, "noise": noise, "step_noise": step_noise}
-        return {name: torch.from_numpy(values) for name, values in inputs.items()}
+                step_noise[row] = segment.noise.diffusion(segment.index, patch, step_noise.shape[1:])
 
     def _end_patch(
         self,
@@ -269,10 +282,12 @@ class TalkerWorker:
         samples: NDArray[np.float32],
         stop_probability: float,
         latents: NDArray[np.float32],
-    ) -> AudioDelta:
+        is_finite: bool,
+    ) -> AudioDelta | None:
         """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final.
 
-        A whole segment has patches × samples per patch.
+        A whole segment has patches × samples per patch. `is_finite`: whether all `samples` are finite. Returns None if
+        one of the final ones is not.
         """
         step = running.collected
         has_stopped = (
@@ -284,6 +299,8 @@ class TalkerWorker:
         # The first samples of a segment are discarded, as many as the last patch has more than the others.
         start = max(0, self._tail - step * self.samples_per_patch)
         end = self.samples_per_patch + (self._tail if running.is_last else 0)
+        if not (is_finite or np.isfinite(samples[start:end]).all()):
+            return None
         if running.recorder is not None:
             running.recorder.latents.append(latents.copy())
             running.recorder.stop_probabilities.append(stop_probability)
