@@ -167,12 +167,19 @@ def _fused_norm_gemv(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    weight_scale: Tensor | None = None,
+    *,
+    has_many_rows: bool = False,
+) -> Tensor:
     """x @ weightᵀ + bias: (..., K) → (..., N).
 
     A weight with a scale is in a format of `mingc.kernels.quantized`. With an FP8 weight and more than
     `_MAX_FUSED_ROWS` rows, `x` is rounded to FP8 too where Triton kernels run, with one scale per row so that rows stay
-    independent; otherwise the weight is dequantized.
+    independent; otherwise the weight is dequantized. `has_many_rows` chooses what is faster from about 512 rows on.
     """
     if weight_scale is None:
         return F.linear(x, weight, bias)
@@ -184,6 +191,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_scale: Tensor 
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         made: Tensor = gpu.normed_linear(flat, None, weight, weight_scale, bias, 0.0, gpu.NONE)
         return made.view(*x.shape[:-1], made.shape[-1])
+    if has_many_rows:
+        from mingc.kernels.triton import quantize_rows as gpu_rows
+
+        rounded, scale = gpu_rows.quantize_rows(x.reshape(-1, x.shape[-1]).contiguous())
+        scaled = torch._scaled_mm(
+            rounded, weight.t(), scale, weight_scale.unsqueeze(0), out_dtype=x.dtype, use_fast_accum=True
+        )
+        added = scaled if bias is None else scaled + bias
+        return added.view(*x.shape[:-1], added.shape[-1])
     rounded, scale = quantize_fp8(x.reshape(-1, x.shape[-1]))
     # The vendor's GEMM with one scale per matrix is faster than the one with a scale per row plus the multiplication
     # below, which the compiler fuses into the next operation (benchmarks/NOTES.md).

@@ -24,9 +24,8 @@ def norm_rotate_packed(
     if use_triton(qkv, head_size=qkv.shape[-1]):
         from mingc.kernels.triton import norm_rotate_packed as gpu
 
-        q, k = gpu.norm_rotate_packed(
-            qkv.contiguous(), q_norm, k_norm, cos.contiguous(), sin.contiguous(), eps
-        ).unbind()
+        norms = torch.stack((q_norm, k_norm))
+        q, k = gpu.norm_rotate_packed(qkv.contiguous(), norms, cos.contiguous(), sin.contiguous(), eps)
         return q, k
     q, k, _ = qkv.unbind(2)
     return _rotate(rms_norm(q, q_norm, eps), cos, sin), _rotate(rms_norm(k, k_norm, eps), cos, sin)

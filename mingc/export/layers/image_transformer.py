@@ -102,21 +102,15 @@ class ImageBlock(nn.Module):
         """
         batch, tokens, width = x.shape
         heads = self.num_heads
-        packed = linear(x, self.qkv.weight, None, self.qkv.weight_scale)
+        packed = _linear(x, self.qkv)
         packed = packed.view(batch, tokens, 3, heads, width // heads)
         q, k = norm_rotate_packed(packed, self.q_norm, self.k_norm, *rope, self.eps)
         v = packed[:, :, 2]
         context = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return linear(
-            context.transpose(1, 2).reshape(batch, tokens, width),
-            self.out.weight,
-            None,
-            self.out.weight_scale,
-        )
+        return _linear(context.transpose(1, 2).reshape(batch, tokens, width), self.out)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        inner = silu_product(linear(x, self.gate_up.weight, None, self.gate_up.weight_scale))
-        return linear(inner, self.down.weight, None, self.down.weight_scale)
+        return _linear(silu_product(_linear(x, self.gate_up)), self.down)
 
 
 class ImageTransformer(nn.Module):
@@ -284,3 +278,7 @@ def _angles(length: int, size: int, theta: float) -> Callable[[], Tensor]:
         return torch.outer(torch.arange(length, dtype=torch.float64), frequencies).float()
 
     return make
+
+
+def _linear(x: Tensor, layer: Linear) -> Tensor:
+    return linear(x, layer.weight, None, layer.weight_scale, has_many_rows=True)

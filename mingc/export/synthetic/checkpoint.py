@@ -18,6 +18,7 @@ from mingc.export.stage import Shard
 from mingc.export.stages import discover
 
 _CONTINUE_LOGIT = 20.0  # against 0 for stopping: the probability of a stop is 2e-9
+_T5_HEAD = 64  # T5 does not scale scores: its initialization makes queries smaller by the root of this
 _SPEAKER_VECTOR = 192  # width of the speaker network's output in the released checkpoint
 
 
@@ -47,6 +48,8 @@ class SyntheticPart(Part):
             value = 1 + 0.1 * value if name.endswith("weight") else 0.02 * value
         else:
             value = value * (value[0].numel() ** -0.5)
+            if name.endswith("SelfAttention.q.weight"):
+                value *= _T5_HEAD**-0.5
         return value.to(torch.bfloat16).cpu()
 
 
