@@ -176,7 +176,10 @@ class SpeechRunner:
     def _patch(self) -> AudioDelta:
         """Run one patch of the slot."""
         self._worker.launch([_SLOT])
-        return self._worker.collect()[_SLOT]
+        patch = self._worker.collect()[_SLOT]
+        if patch is None:
+            raise WorkerError("the model's samples are not finite", where="audio_vae")
+        return patch
 
 
 class _Calls:

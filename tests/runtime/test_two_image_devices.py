@@ -76,6 +76,27 @@ def test_two_devices_draw_the_pictures_of_one(has_negative: bool, has_reference:
     assert not np.array_equal(found, latents(worker(), drawing(guidance=1.0, has_reference=has_reference)))
 
 
+def test_a_step_begins_on_the_second_device() -> None:
+    """Its tokens are copied behind what the first one was given, so the first one's part must not be there yet."""
+    order: list[str] = []
+
+    class Noted(Second):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+            order.append(self.name)
+            return super().velocity(tokens, caption, layout, time)
+
+    engines = worker().engines
+    engines.sampler = Noted("first")
+    of = ImageWorker(engines, Noted("second"))
+    batch = of.begin(of.prepare(drawing()), [3])
+    of.step(batch)
+    assert order == ["second", "first"]
+
+
 def test_the_second_device_computes_the_negative_samples() -> None:
     """A second sampler that answers with zeros leaves (1 + guidance) times the velocity of the prompt."""
 

@@ -206,8 +206,9 @@ class ImageWorker:
         level, after = prepared.levels[batch.step : batch.step + 2]
         steps = np.float32(self.engines.parameters.num_train_steps)
         time = float((steps - steps * level) / steps)  # rounded as in the reference
-        parts = [part.velocity(batch.tokens, time) for part in batch.parts]
-        samples = torch.cat([each.to(self.device) for each in parts])
+        # The second device first: a copy of the tokens waits for what this device has been given before it.
+        parts = [part.velocity(batch.tokens, time) for part in reversed(batch.parts)]
+        samples = torch.cat([each.to(self.device) for each in reversed(parts)])
         velocity = samples[0]
         if len(samples) == 2:
             positive, negative = samples
