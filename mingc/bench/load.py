@@ -215,7 +215,8 @@ class _Process:
             *(self._one_client(job, queue, began) for queue in queues),
             *(self._one_request(job, began + at, target, request, began) for at, target, request in due),
         )
-        busy = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)
+        has_worked = any(queues) or bool(due)  # with fewer clients than processes, some have none
+        busy = (time.process_time() - cpu) / (time.perf_counter() - wall) if has_worked else 0.0
         watch.cancel()
         gc.enable()
         gc.unfreeze()

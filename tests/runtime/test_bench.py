@@ -164,6 +164,12 @@ def test_a_server_that_stalls_cannot_hide_in_an_open_loop() -> None:
     assert sum(each > 0.3 for each in late) >= 4 and max(late) > 0.6
 
 
+def test_processes_without_a_client_are_not_busy() -> None:
+    with stand_in() as (url, _):
+        file = measure(url, paths=("text",), concurrency=(1,), rounds=1, client_processes=3)
+    assert 0 < file.runs[0].client.busy < 1
+
+
 def test_servers_share_the_requests_of_several_client_processes() -> None:
     with stand_in() as (first, one), stand_in() as (second, other):
         file = measure(

@@ -178,7 +178,7 @@ def test_a_long_file_is_read_as_its_segments_are_answered() -> None:
     begun: list[int] = []
 
     async def run() -> None:
-        may_end = asyncio.Semaphore(0)
+        may_end, files = asyncio.Semaphore(0), asyncio.Semaphore(1)
         parts = iter([found[:30], found[30:]])
 
         async def read() -> list[SpeechSegment] | None:
@@ -191,7 +191,7 @@ def test_a_long_file_is_read_as_its_segments_are_answered() -> None:
             yield Done(finish_reason="stop", usage=Usage(completion_tokens=1), timings_ms={})
 
         async def collect() -> list[TranscriptEvent]:
-            return [event async for event in transcribe(reader, read, answer, "English")]
+            return [event async for event in transcribe(reader, read, answer, "English", files)]
 
         reader = BlockReader(SpeechFinder(audio_parameters(), TurnRules(), "file"))
         running = asyncio.create_task(collect())
@@ -203,6 +203,46 @@ def test_a_long_file_is_read_as_its_segments_are_answered() -> None:
         events = await running
         assert sum(isinstance(each, TranscriptSegment) for each in events) == len(found)
         assert "".join(e.text for e in events if isinstance(e, TranscriptDelta)) == " ".join(["word"] * 40)
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_read_leaves_its_place_to_the_next() -> None:
+    """A file keeps a decoder until it is read to its end, not until its last segment is answered."""
+    features = AudioFeatures(mel=np.zeros((8, 1), np.float32), num_tokens=1)
+    segment = SpeechSegment(start_ms=0, end_ms=1, probability=1.0, features=features)
+    reads: list[str] = []
+
+    async def run() -> None:
+        may_end, files = asyncio.Event(), asyncio.Semaphore(1)
+
+        async def transcript(name: str, num_segments: int) -> None:
+            parts = iter([[segment] * num_segments])
+
+            async def read() -> list[SpeechSegment] | None:
+                reads.append(name)
+                return next(parts, None)
+
+            async def answer(segment: SpeechSegment) -> AsyncGenerator[Event]:
+                await may_end.wait()
+                yield Done(finish_reason="stop", usage=Usage(completion_tokens=1), timings_ms={})
+
+            reader = BlockReader(SpeechFinder(audio_parameters(), TurnRules(), name))
+            async for _ in transcribe(reader, read, answer, "English", files):
+                pass
+
+        running = [
+            asyncio.create_task(transcript(name, count)) for name, count in (("short", 4), ("long", 9))
+        ]
+        running.append(asyncio.create_task(transcript("last", 1)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert reads == ["short", "short", "long"], (
+            "the long one has segments that wait, so it is not read on"
+        )
+        may_end.set()
+        await asyncio.gather(*running)
+        assert reads[3:] == ["long", "last", "last"]
 
     asyncio.run(run())
 

@@ -293,7 +293,9 @@ class FakeService:
             words = re.findall(r"\S+|\s", text.removeprefix(start) if start else text)
             return self._transcript(f"{request.request_id}-{number}", request, words, number)
 
-        return transcribe(reader, lambda: asyncio.to_thread(reader.read), answer, request.language)
+        return transcribe(
+            reader, lambda: asyncio.to_thread(reader.read), answer, request.language, asyncio.Semaphore(4)
+        )
 
     async def _transcript(
         self, name: str, request: TranscriptionRequest, words: list[str], number: int

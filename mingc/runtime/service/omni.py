@@ -138,7 +138,9 @@ class OmniService:
         self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
         self._running_chats: set[RequestStream] = set()
-        self._files = asyncio.Semaphore(num_threads)  # being transcribed; of one event loop, like the queue
+        self._files = asyncio.Semaphore(
+            num_threads
+        )  # being read for transcripts; of one event loop, like the queue
         self._is_closing = self._is_stopped = False
         self._failure: ServeError | None = None
         self._report_failure: Callable[[ServeError], None] = lambda error: None
@@ -344,11 +346,12 @@ class OmniService:
             )
 
         with self._begin(is_chat=True):
-            async with self._files:
-                events = transcribe(reader, lambda: self._offload(reader.read), answer, request.language)
-                async with aclosing(events):
-                    async for event in events:
-                        yield event
+            events = transcribe(
+                reader, lambda: self._offload(reader.read), answer, request.language, self._files
+            )
+            async with aclosing(events):
+                async for event in events:
+                    yield event
 
     def prepare(
         self,

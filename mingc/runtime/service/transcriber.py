@@ -28,7 +28,7 @@ Answer = Callable[[SpeechSegment], AsyncGenerator[Event]]
 
 
 async def transcribe(
-    reader: SpeechReader, read: Read, answer: Answer, language: str | None
+    reader: SpeechReader, read: Read, answer: Answer, language: str | None, files: asyncio.Semaphore
 ) -> AsyncGenerator[TranscriptEvent]:
     """Events of a transcript. Closing the iterator cancels all answers.
 
@@ -37,6 +37,7 @@ async def transcribe(
         read: calls `reader.read` on another thread.
         answer: events of the model's answer to one segment.
         language: the one that all answers are in; None: each begins with its own.
+        files: held while the file is read, and no longer: most of the time it waits for the last answers.
     """
     segments: asyncio.Queue[_Queue | Exception | None] = asyncio.Queue()
     places = asyncio.Semaphore(SEGMENTS_AHEAD)
@@ -44,12 +45,13 @@ async def transcribe(
 
     async def find() -> None:
         try:
-            while (found := await read()) is not None:
-                for segment in found:
-                    await places.acquire()
-                    queue: _Queue = asyncio.Queue()
-                    tasks.append(asyncio.create_task(_answer(answer(segment), segment, language, queue)))
-                    segments.put_nowait(queue)
+            async with files:
+                while (found := await read()) is not None:
+                    for segment in found:
+                        await places.acquire()
+                        queue: _Queue = asyncio.Queue()
+                        tasks.append(asyncio.create_task(_answer(answer(segment), segment, language, queue)))
+                        segments.put_nowait(queue)
             segments.put_nowait(None)
         except Exception as error:
             segments.put_nowait(error)
