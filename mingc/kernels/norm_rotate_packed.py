@@ -21,7 +21,7 @@ def norm_rotate_packed(
 
     Returns: queries and keys, (B, T, H, d) each in the dtype of `qkv`.
     """
-    if use_triton(qkv, head_size=qkv.shape[-1]):
+    if use_triton(qkv, qkv.shape[-1]):
         from mingc.kernels.triton import norm_rotate_packed as gpu
 
         norms = torch.stack((q_norm, k_norm))

@@ -29,13 +29,16 @@ from mingc.kernels import (
     gemv,
     layer_norm,
     linear,
+    modulated_norm,
     moe_experts,
     norm_rope_write,
+    norm_rotate_packed,
     paged_attention,
     quantized,
     rotate_packed,
     router,
     sample_tokens,
+    silu_product,
     sliding_window_attention,
     small_sequence_attention,
     varlen_attention,
@@ -193,6 +196,20 @@ def add_and_norm() -> object:
     return layer_norm.add_layer_norm(x, x, weight, weight, 1e-6)
 
 
+def add_and_norm_by_time(*, adds: bool, norms: bool) -> object:
+    x, weight, time = torch.randn(BATCH, TOKENS, HIDDEN), torch.ones(HIDDEN), torch.randn(BATCH, HIDDEN)
+    if not adds:
+        return modulated_norm.modulated_norm(x, weight, time, 1e-5)
+    if not norms:
+        return modulated_norm.add_gated(x, x, weight, time, 1e-5)
+    return modulated_norm.add_gated_norm(x, x, weight, time, weight, time, 1e-5)
+
+
+def norm_and_rotate() -> object:
+    packed, weight = torch.randn(BATCH, TOKENS, 3, HEADS, SIZE), torch.ones(SIZE)
+    return norm_rotate_packed.norm_rotate_packed(packed, weight, weight, *angles(TOKENS, SIZE // 2), 1e-5)
+
+
 def rotate_projection() -> object:
     return rotate_packed.rotate_packed(torch.randn(TOKENS, 3, HEADS, SIZE), *angles(TOKENS, SIZE // 2))
 
@@ -292,7 +309,16 @@ CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
     ),
     "one clip": ("varlen_attention", lambda: attend_segments([[0, TOKENS]]), 4 * TOKENS**2 * HEADS * SIZE),
     "sum and norm": ("add_layer_norm", add_and_norm, 0),
+    "norm by time": ("modulated_norm", lambda: add_and_norm_by_time(adds=False, norms=True), 0),
+    "gated sum": ("add_gated", lambda: add_and_norm_by_time(adds=True, norms=False), 0),
+    "gated sum and norm": ("add_gated_norm", lambda: add_and_norm_by_time(adds=True, norms=True), 0),
+    "norm and rotation": ("norm_rotate_packed", norm_and_rotate, 0),
     "rotation": ("rotate_packed", rotate_projection, 0),
+    "SwiGLU": ("silu_product", lambda: silu_product.silu_product(torch.randn(TOKENS, 2 * WIDTH)), 0),
+    "rounding of many rows": (
+        "quantize_rows",
+        lambda: linear.linear(torch.randn(TOKENS, HIDDEN), *_fp8(WIDTH, HIDDEN), has_many_rows=True), 0,
+    ),
     "router": ("route_hidden", route_tokens, 2 * BATCH * EXPERTS * HIDDEN),
     "experts": (
         "moe_decode", lambda: run_experts(BATCH, has_shared=True), 6 * BATCH * (CHOSEN + 1) * WIDTH * HIDDEN

@@ -73,11 +73,11 @@ def _without_embeds(right: Callable[..., Any]) -> Callable[..., Any]:
 
 def _guidance_as(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def inputs(self: Any, *words: Any) -> Any:
-            made = right(self, *words)
-            return {**made, name: made["guidance"]}
+        def write(self: Any, inputs: Any, rows: Any) -> None:
+            right(self, inputs, rows)
+            inputs[name][:] = inputs["guidance"]
 
-        return inputs
+        return write
 
     return make
 
@@ -150,7 +150,7 @@ BUGS: Mapping[str, ServedBug] = {
     "sigma": ServedBug(
         "sigma is replaced by guidance",
         TalkerWorker,
-        "_inputs",
+        "_write_inputs",
         _guidance_as("sigma"),
         _SETTINGS,
         "speech with settings.latents (alone)",
@@ -158,7 +158,7 @@ BUGS: Mapping[str, ServedBug] = {
     "temperature": ServedBug(
         "temperature is replaced by guidance",
         TalkerWorker,
-        "_inputs",
+        "_write_inputs",
         _guidance_as("temperature"),
         _SETTINGS,
         "speech with settings.latents (alone)",

@@ -184,6 +184,8 @@ def _elementwise(_: Shapes, __: Mapping[str, Any]) -> KernelCost:
 
 
 KERNELS: Mapping[str, Rule] = {
+    "add_gated": _elementwise,
+    "add_gated_norm": _elementwise,
     "add_layer_norm": _elementwise,
     "add_linear": _linear,
     "decode_attention": _decode_attention,
@@ -191,15 +193,19 @@ KERNELS: Mapping[str, Rule] = {
     "moe_gemv": _moe_gemv,
     "fused_norm_gemv": _linear,
     "moe_decode": _experts,
+    "modulated_norm": _elementwise,
     "moe_prefill": _experts,
+    "norm_rotate_packed": _elementwise,
     "norm_rope_write": _norm_rope_write,
     "normed_linear": _linear,
     "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
     "sliding_window_attention": _sliding_window_attention,
+    "quantize_rows": _elementwise,
     "rotate_packed": _elementwise,
     "route_hidden": _route_hidden,
     "sample_tokens": _elementwise,
+    "silu_product": _elementwise,
     "gemv": _linear,
     "small_sequence_attention": _small_sequence_attention,
     "contiguous_kv_attention": _contiguous_kv_attention,

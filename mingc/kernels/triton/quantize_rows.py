@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.quantized import FP8, FP8_MAX
-
+_FP8, _LARGEST = torch.float8_e4m3fn, 448.0
 _BLOCK = 4096  # values of a row at a time
 
 
@@ -37,10 +36,10 @@ def mingc_quantize_rows(
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (M, K) → float8_e4m3fn (M, K), scale (M, 1) float32."""
     rows, width = x.shape
-    rounded = torch.empty(rows, width, dtype=FP8, device=x.device)
+    rounded = torch.empty(rows, width, dtype=_FP8, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(width))
     torch.library.wrap_triton(mingc_quantize_rows)[(rows,)](
-        x, rounded, scales, WIDTH=width, BLOCK=block, LARGEST=FP8_MAX, num_warps=8
+        x, rounded, scales, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, num_warps=8
     )
     return rounded, scales
