@@ -21,6 +21,7 @@ from mingc.runtime.grammar.compiler import GrammarCompiler
 from mingc.runtime.request import SamplingParams
 from mingc.runtime.request_stream import Item, TokenItem
 from mingc.runtime.service.omni import OmniService
+from mingc.runtime.speech_starts import SpeechStarts
 
 CONTEXT = 1 << 16
 
@@ -50,7 +51,7 @@ class Scripted:
         self.sampling: list[SamplingParams] = []
         self.is_healthy, self.has_prefix_cache, self.held = True, False, {}
         self.runner = SimpleNamespace(device=torch.device("cpu"))
-        self.scheduler = self
+        self.scheduler, self.speech_starts = self, SpeechStarts()
 
     def max_new_tokens(self, num_tokens: int, max_tokens: int) -> int:
         return max_tokens
