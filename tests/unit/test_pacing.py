@@ -325,3 +325,34 @@ def test_a_stream_that_is_not_played_yet_counts_from_its_launch() -> None:
     assert pacing.due(101.0) == [1, 2], "101.5 before 102"
     pacing.launch([1], 101.0)
     assert pacing.due(101.0) == [2, 1], "102 before 102.5"
+
+
+def test_a_stream_that_had_nothing_to_say_has_not_waited_for_a_patch() -> None:
+    """Text that is written slowly gets no precedence over streams of a lower priority."""
+    pacing = make_pacing(3)
+    for stream, priority in ((1, 1), (2, 0)):
+        pacing.open(stream, is_live=False, priority=priority)
+    pacing.arrive(1, 0.0)
+    pacing.begin_segment(1)
+    pacing.launch([1], 0.0, ending=[1])
+    pacing.deliver(1, RATE, 0.1)
+    pacing.end_segment(1)
+    for stream in (1, 2):
+        pacing.arrive(stream, 60.0)
+    assert pacing.admissible([1, 2], 60.0) == [2, 1]
+    pacing.arrive(1, 63.0)
+    assert pacing.admissible([1, 2], 63.1) == [1, 2], "both are overdue: its second segment is no new wait"
+    for stream in (1, 2):
+        pacing.begin_segment(stream)
+    pacing.launch([2], 62.0)
+    assert pacing.due(63.1) == [1, 2], "only one of them"
+
+
+def test_no_stream_is_paced_that_is_opened_after_the_release() -> None:
+    pacing = make_pacing(3)
+    pacing.release()
+    pacing.open(1, is_live=True, lead=2)
+    pacing.arrive(1, 0.0)
+    pacing.begin_segment(1)
+    make_patches(pacing, 1, 9, 0.0)
+    assert pacing.due(0.0) == [1]
