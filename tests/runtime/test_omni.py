@@ -797,6 +797,23 @@ def test_only_a_long_text_is_handed_to_a_thread_to_be_read(
     assert (threads == {threading.main_thread()}) == is_here
 
 
+def test_a_text_that_takes_long_to_read_is_handed_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its first piece; a short text may consist of numbers and marks."""
+    segment, read = SpeechPlanner.segment, list[tuple[str, bool]]()
+
+    def noted(self: SpeechPlanner, text: str, *arguments: Any) -> Any:
+        read.append((text, threading.current_thread() is threading.main_thread()))
+        return segment(self, text, *arguments)
+
+    monkeypatch.setattr(SpeechPlanner, "segment", noted)
+    monkeypatch.setattr("mingc.runtime.service.omni._INLINE_S", -1.0)
+    service = make_service()
+    text = "One sentence has many words in it. Two sentences have more words. Three sentences have most of all."
+    events = run(service, collect(service.speech(speech_request(text, max_steps=1))))
+    assert [is_here for _, is_here in read] == [True, False]
+    assert " ".join(piece for piece, _ in read) == text and done_of(events).usage.audio_patches == 2
+
+
 def test_speech_with_given_noise_is_reproducible() -> None:
     """As `mingc verify` asks for it, without a seed."""
     service = make_service()
