@@ -808,7 +808,9 @@ def test_a_text_that_takes_long_to_read_is_handed_to_a_thread(monkeypatch: pytes
     monkeypatch.setattr(SpeechPlanner, "segment", noted)
     monkeypatch.setattr("mingc.runtime.service.omni._INLINE_S", -1.0)
     service = make_service()
-    text = "One sentence has many words in it. Two sentences have more words. Three sentences have most of all."
+    text = (
+        "One sentence has many words in it. Two sentences have more words. Three sentences have most of all."
+    )
     events = run(service, collect(service.speech(speech_request(text, max_steps=1))))
     assert [is_here for _, is_here in read] == [True, False]
     assert " ".join(piece for piece, _ in read) == text and done_of(events).usage.audio_patches == 2

@@ -889,9 +889,7 @@ class OmniService:
             self._running.discard(stream)
             self._running_chats.discard(stream)
 
-    async def _enqueue(
-        self, stream: SpeechStream, pieces: Iterable[SpokenPiece], *, is_short: bool
-    ) -> None:
+    async def _enqueue(self, stream: SpeechStream, pieces: Iterable[SpokenPiece], *, is_short: bool) -> None:
         """Read and queue pieces of text: for a moment here if the text `is_short`, the others in a thread."""
         pieces = iter(pieces)
         if not is_short or not stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S):

@@ -513,7 +513,9 @@ def _power(match: _Match) -> str:
 
 
 def _plain(match: _Match) -> str:
-    return (" " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else "") + number(match[0])
+    return (" " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else "") + number(
+        match[0]
+    )
 
 
 def _host(match: _Match) -> str:
