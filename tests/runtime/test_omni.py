@@ -768,6 +768,28 @@ def test_thinker_knows_the_spoken_answers_that_somebody_waits_for(
     run(service, until_first_audio())
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_thinker_waits_for_no_answer_that_has_ended(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for one patch only of one that has several segments."""
+    service, told = make_service(), list[str]()
+    assert service.thinker is not None
+    starts = service.thinker.speech_starts
+    for name in ("expect", "begin", "end"):
+        monkeypatch.setattr(starts, name, lambda stream, name=name: told.append(name))
+    request = replace(chat("Hello", SpeechParams(voice="amy"), max_tokens=200, seed=3), is_live=True)
+
+    async def ask() -> list[Event]:
+        async with contextlib.aclosing(service.chat(request)) as events:
+            return [await anext(events)] if is_cancelled else await collect(events)
+
+    events = run(service, ask())
+    pieces = [each for each in events if isinstance(each, AudioDelta) and each.segment_text is not None]
+    assert (len(pieces) > 1) != is_cancelled
+    assert told.count("begin") <= 1 and told[-1] == "end"
+
+
 @pytest.mark.parametrize("is_live", [False, True])
 def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
