@@ -768,6 +768,28 @@ def test_thinker_knows_the_spoken_answers_that_somebody_waits_for(
     run(service, until_first_audio())
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_thinker_waits_for_no_answer_that_has_ended(
+    is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for one patch only of one that has several segments."""
+    service, told = make_service(), list[str]()
+    assert service.thinker is not None
+    starts = service.thinker.speech_starts
+    for name in ("expect", "begin", "end"):
+        monkeypatch.setattr(starts, name, lambda stream, name=name: told.append(name))
+    request = replace(chat("Hello", SpeechParams(voice="amy"), max_tokens=200, seed=3), is_live=True)
+
+    async def ask() -> list[Event]:
+        async with contextlib.aclosing(service.chat(request)) as events:
+            return [await anext(events)] if is_cancelled else await collect(events)
+
+    events = run(service, ask())
+    pieces = [each for each in events if isinstance(each, AudioDelta) and each.segment_text is not None]
+    assert (len(pieces) > 1) != is_cancelled
+    assert told.count("begin") <= 1 and told[-1] == "end"
+
+
 @pytest.mark.parametrize("is_live", [False, True])
 def test_a_live_speech_request_counts_as_a_listener(is_live: bool) -> None:
     service = make_service()
@@ -795,6 +817,25 @@ def test_only_a_long_text_is_handed_to_a_thread_to_be_read(
     service = make_service()
     assert done_of(run(service, collect(service.speech(speech_request(text, max_steps=1))))).finish_reason
     assert (threads == {threading.main_thread()}) == is_here
+
+
+def test_a_text_that_takes_long_to_read_is_handed_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its first piece; a short text may consist of numbers and marks."""
+    segment, read = SpeechPlanner.segment, list[tuple[str, bool]]()
+
+    def noted(self: SpeechPlanner, text: str, *arguments: Any) -> Any:
+        read.append((text, threading.current_thread() is threading.main_thread()))
+        return segment(self, text, *arguments)
+
+    monkeypatch.setattr(SpeechPlanner, "segment", noted)
+    monkeypatch.setattr("mingc.runtime.service.omni._INLINE_S", -1.0)
+    service = make_service()
+    text = (
+        "One sentence has many words in it. Two sentences have more words. Three sentences have most of all."
+    )
+    events = run(service, collect(service.speech(speech_request(text, max_steps=1))))
+    assert [is_here for _, is_here in read] == [True, False]
+    assert " ".join(piece for piece, _ in read) == text and done_of(events).usage.audio_patches == 2
 
 
 def test_speech_with_given_noise_is_reproducible() -> None:

@@ -215,6 +215,34 @@ def test_a_listener_that_takes_nothing_is_paused_and_fails_like_one_that_stops_r
     assert loop.held == before
 
 
+def test_a_listener_that_takes_nothing_fails_between_its_segments_too() -> None:
+    """Its second segment waits for a slot until the first patch of the first one has left, which it never does."""
+    clock = Clock()
+    loop = make_talker_loop(speech_lead=3, slow_client_timeout_s=60.0, clock=clock)
+    stuck = Listener(loop, segment(patches=3), segment(index=1, patches=3), is_stuck=True)
+    ended = Listener(loop, segment(patches=3), is_stuck=True)
+    for clock.now in (0.0, 61.0):
+        run_until_idle(loop)
+    assert stuck.error().status == 408
+    assert len(ended.segments()[0]) == 3 * PATCH_SAMPLES, "it waits for nothing"
+    assert loop.num_streams == 1
+
+
+def test_a_stream_that_fails_leaves_its_slot_to_another_in_the_same_step() -> None:
+    """Nothing wakes the thread for it."""
+    clock = Clock()
+    loop = make_talker_loop(
+        make_talker_worker(slots=1), speech_lead=3, slow_client_timeout_s=60.0, clock=clock
+    )
+    stuck = Listener(loop, segment(patches=30), is_stuck=True)
+    waiting = Listener(loop, segment(seed=2, patches=2))
+    run_until_idle(loop)
+    assert not waiting.items
+    clock.now = 61.0
+    assert run_step(loop) and stuck.error().status == 408
+    assert waiting.items
+
+
 def test_patches_that_come_late_are_counted() -> None:
     clock = Clock()
     loop = make_talker_loop(speech_lead=3, clock=clock)

@@ -401,15 +401,18 @@ def test_a_failed_launch_fails_a_request_whose_last_token_is_in_flight(
     assert len(ask(loop, PROMPTS[0], max_tokens=20).tokens()) == 20
 
 
-@pytest.mark.parametrize(("num_chats", "is_held"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("num_chats", "max_running", "is_held"), [(1, 8, True), (2, 8, True), (3, 8, False), (3, 2, False)]
+)
 def test_first_patch_of_a_spoken_answer_goes_before_the_next_step(
-    num_chats: int, is_held: bool, monkeypatch: pytest.MonkeyPatch
+    num_chats: int, max_running: int, is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing runs on the device while it is waited for, and what ran was sent. Many chats do not wait."""
-    loop = make_thinker_loop(is_static=True)
+    """Nothing runs on the device while it is waited for, and what ran was sent. Many chats do not wait, one of which
+    may be in the queue."""
+    loop = make_thinker_loop(is_static=True, max_running=max_running)
     starts, waits = loop.speech_starts, list[int]()
     answers = [ask(loop, each, max_tokens=20) for each in PROMPTS[:num_chats]]
-    while not all(each.items for each in answers):
+    while not all(each.items for each in answers[:max_running]):
         run_step(loop)
     expected = [len(each.items) + 1 for each in answers]
 

@@ -253,6 +253,10 @@ def test_a_hundred_streams_come_and_go() -> None:
     for stream in range(200, 300):
         add(pacing, stream, 1.0)
     assert set(pacing.due(1.0)) == {*range(50, 100), *range(200, 300)}
+    for stream in range(300, 1300):
+        add(pacing, stream, 2.0)
+        pacing.close(stream)
+    assert len(pacing._by_row) == 256, "rows are used again"
 
 
 def test_listeners_are_counted_by_state() -> None:
@@ -325,3 +329,76 @@ def test_a_stream_that_is_not_played_yet_counts_from_its_launch() -> None:
     assert pacing.due(101.0) == [1, 2], "101.5 before 102"
     pacing.launch([1], 101.0)
     assert pacing.due(101.0) == [2, 1], "102 before 102.5"
+
+
+def test_a_stream_that_had_nothing_to_say_has_not_waited_for_a_patch() -> None:
+    """Text that is written slowly gets no precedence over streams of a lower priority."""
+    pacing = make_pacing(3)
+    for stream, priority in ((1, 1), (2, 0)):
+        pacing.open(stream, is_live=False, priority=priority)
+    pacing.arrive(1, 0.0)
+    pacing.begin_segment(1)
+    pacing.launch([1], 0.0, ending=[1])
+    pacing.deliver(1, RATE, 0.1)
+    pacing.end_segment(1)
+    for stream in (1, 2):
+        pacing.arrive(stream, 60.0)
+    assert pacing.admissible([1, 2], 60.0) == [2, 1]
+    pacing.arrive(1, 63.0)
+    assert pacing.admissible([1, 2], 63.1) == [1, 2], "both are overdue: its second segment is no new wait"
+    for stream in (1, 2):
+        pacing.begin_segment(stream)
+    pacing.launch([2], 62.0)
+    assert pacing.due(63.1) == [1, 2], "only one of them"
+
+
+def test_no_stream_is_paced_that_is_opened_after_the_release() -> None:
+    pacing = make_pacing(3)
+    pacing.release()
+    pacing.open(1, is_live=True, lead=2)
+    pacing.arrive(1, 0.0)
+    pacing.begin_segment(1)
+    make_patches(pacing, 1, 9, 0.0)
+    assert pacing.due(0.0) == [1]
+
+
+def test_a_priority_counts_no_longer_than_its_stream() -> None:
+    """Without priorities the playback decides also about speech that has waited for long."""
+    pacing = make_pacing(3, 1, whole=(2,))
+    play(pacing, 1, 1)
+    pacing.launch([1], 3.4)
+    pacing.open(3, is_live=True, priority=1)
+    assert pacing.due(3.5) == [2, 1]
+    pacing.close(3)
+    assert pacing.due(3.5) == [1, 2]
+
+
+def test_a_pause_ends_with_its_segment() -> None:
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3)
+    pacing.launch([1], 1.0, ending=[1])
+    pacing.pause(1)
+    pacing.deliver(1, RATE, 1.0)
+    pacing.end_segment(1)
+    pacing.arrive(1, 2.0)
+    pacing.begin_segment(1)
+    assert pacing.due(2.0) == [1]
+
+
+def patch_s(rows: int) -> float:
+    """A talker with batches of 1, 2, 4 and 8 rows."""
+    return next(seconds for size, seconds in ((1, 0.2), (2, 0.4), (4, 0.6), (8, 0.8)) if rows <= size)
+
+
+def test_jobs_take_no_longer_patch_than_a_listener_can_wait_for() -> None:
+    """By estimates that may be exceeded by half."""
+    pacing = make_pacing(3, whole=(2, 3, 4, 5, 6))
+    assert len(pacing.due(0.0, patch_s=patch_s)) == 5, "nobody listens"
+    pacing.open(1, is_live=True)
+    assert len(pacing.due(0.0, patch_s=patch_s)) == 4, "0.9 s, and one that comes now waits for one patch"
+    pacing.arrive(1, 0.0)
+    pacing.begin_segment(1)
+    play(pacing, 1, 3, 0.0)
+    pacing.launch([2, 3, 4, 5, 6], 0.0)
+    assert pacing.due(2.3, patch_s=patch_s) == [1], "it has 0.7 s left, and two rows take 0.6 s"
+    assert pacing.due(3.1, patch_s=patch_s) == [2, 1], "one that has waited for three seconds"

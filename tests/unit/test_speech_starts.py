@@ -45,6 +45,28 @@ def test_neither_a_thought_nor_a_late_patch_stops_a_thinker() -> None:
     assert not starts.wait_for_segment()
 
 
+def test_a_thinker_waits_only_for_what_may_still_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for words long after they were expected, nor beside a segment that is there."""
+    clock = Clock()
+    starts = SpeechStarts(clock)
+    starts.expect("thinks for minutes")
+    clock.now += 60
+    starts.expect("speaks")
+    starts.begin("speaks")
+    clock.now += 0.005
+    starts.begin("speaks later")
+    clock.now += 0.005
+    left = ["unknown", "speaks", "speaks later"]
+    monkeypatch.setattr(starts._changed, "wait", lambda timeout: starts.end(left.pop(0)))
+    assert starts.wait_for_segment(), "one of both has time left"
+    starts.wait_for_patches()
+    assert not left, "until the last one has come"
+    starts.expect("has no place in the talker")
+    starts.begin("has no place in the talker")
+    clock.now += 0.05
+    assert not starts.wait_for_segment()
+
+
 def test_a_segment_that_completes_while_the_last_token_is_read_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -148,6 +148,8 @@ def test_pauses_code_and_tags(text: str, spoken: str) -> None:
         (".NET and .env", "dot NET and dot env"),
         ("A 401(k) of Malcolm X", "A four oh one k of Malcolm X"),
         ("3:45.2 and NO.1", "three forty five point two and number one"),
+        ("us$5, yr$60, -$3", "us five dollars yr sixty dollars minus three dollars"),
+        ("12 Aprıl 2024, ſep 1st", "twelve Aprıl twenty twenty four ſep first"),
         ("4111 1111 1111 1111", "four" + " one" * 15),
         ("Call 020 7946 0958", "Call zero two zero seven nine four six zero nine five eight"),
         ("2点30分开会，2.5点", "两点三十分开会二点五点"),

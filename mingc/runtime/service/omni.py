@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +88,8 @@ from mingc.text.spoken_piece import SpokenPiece
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
 _NUM_DRAWN_SEEDS = 1 << 32  # of pictures without one; clients read it and send it again
-_SPOKEN_INLINE = 1000  # characters of a text that are read faster than they are handed to a thread
+_SPOKEN_INLINE = 1000  # characters of a text that are mostly read faster than they are handed to a thread
+_INLINE_S = 0.003  # and for so long: numbers and marks may take fifteen times as long as words
 
 _T = TypeVar("_T")
 
@@ -560,7 +562,7 @@ class OmniService:
             )
             try:
                 # One task per request, so early requests speak before later ones are parsed.
-                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
+                await self._enqueue(speech_stream, pieces, is_short=is_short)
                 if speech_stream.is_finished:
                     raise RequestError(NOTHING_TO_SPEAK, param="input", code="nothing_to_speak")
                 timings.mark("prepared")
@@ -737,8 +739,7 @@ class OmniService:
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
             async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
-                is_short = num_characters <= _SPOKEN_INLINE
-                await self._offload(lambda: speech_stream.enqueue(pieces), is_short=is_short)
+                await self._enqueue(speech_stream, pieces, is_short=num_characters <= _SPOKEN_INLINE)
 
             reading = asyncio.ensure_future(read())
             try:
@@ -888,10 +889,14 @@ class OmniService:
             self._running.discard(stream)
             self._running_chats.discard(stream)
 
-    async def _offload(self, work: Callable[[], _T], *, is_short: bool = False) -> _T:
-        """Run `work` in the preprocessing threads; here if it `is_short`."""
-        if is_short:
-            return work()
+    async def _enqueue(self, stream: SpeechStream, pieces: Iterable[SpokenPiece], *, is_short: bool) -> None:
+        """Read and queue pieces of text: for a moment here if the text `is_short`, the others in a thread."""
+        pieces = iter(pieces)
+        if not is_short or not stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S):
+            await self._offload(lambda: stream.enqueue(pieces))
+
+    async def _offload(self, work: Callable[[], _T]) -> _T:
+        """Run `work` in the preprocessing threads."""
         self._num_offloaded += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)

@@ -5,6 +5,7 @@ This is pure logic between a `RequestStream` and the client: it neither waits no
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -155,8 +156,12 @@ class SpeechStream:
         """Whether all enqueued segments have been generated."""
         return self._num_ended == self.num_segments
 
-    def enqueue(self, pieces: Iterable[SpokenPiece]) -> None:
-        """Queue pieces of text after the segments already queued."""
+    def enqueue(self, pieces: Iterable[SpokenPiece], *, until: float = math.inf) -> bool:
+        """Queue pieces of text after the segments already queued.
+
+        Stops behind the first piece that is queued after `until` (`time.perf_counter`). Returns whether it got to the
+        end.
+        """
         for piece in pieces:
             if self._starts is not None and not self.num_segments:
                 self._starts.begin(self)
@@ -166,6 +171,9 @@ class SpeechStream:
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
             self._loop.add(self._stream, segment)
+            if time.perf_counter() > until:
+                return False
+        return True
 
     def consume(self, patch: AudioDelta) -> AudioDelta:
         """Count a patch that was taken from the request's stream and is sent now. Returns it with its text."""

@@ -195,8 +195,9 @@ class TalkerLoop(EngineThread):
             super()._run()
 
     def _step(self) -> bool:
+        admitted_at = self._clock()
+        self._resume_streams(admitted_at)  # first, because a stream that fails leaves its slot to another one
         with self._lock:
-            admitted_at = self._clock()
             if not self.worker.num_in_flight:
                 self._num_joined = 0
             admitted = self.scheduler.admit(self._joining(admitted_at))
@@ -214,7 +215,6 @@ class TalkerLoop(EngineThread):
                 self.worker.prefill()
             except Exception as error:
                 self._fail_step([stream for stream, *_ in admitted if stream in self._streams], error)
-        self._resume_streams()
         if self._wait_for_segments():
             return True
         with self._lock:
@@ -323,9 +323,9 @@ class TalkerLoop(EngineThread):
             self._pacing.end_segment(stream)
             self._behind_since.pop(stream, None)
 
-    def _resume_streams(self) -> None:
+    def _resume_streams(self, now: float) -> None:
         """Resume streams whose client reads again. Fails a stream whose pause exceeds the timeout."""
-        now, unread = self._clock(), self._pacing.unread
+        unread = self._pacing.unread
         with self._lock:
             for stream in unread:
                 self._behind_since.setdefault(stream, now)

@@ -37,7 +37,8 @@ class _Stream:
         lead: patches that may be ready ahead of its playback; 0: no limit.
         priority: streams with a lower one come first.
         slack_s: how long a launch waits for others; at least one patch of the lead must remain for generating it.
-        arrived_at: time of its first segment.
+        arrived_at: time of its first segment, or of the first one since it had none left.
+        num_waiting: how many segments have no slot yet.
         launched_at: time of its last launch.
         started_at: when playback started, shifted by every stall since.
         num_samples: how many samples of all segments are ready.
@@ -54,6 +55,7 @@ class _Stream:
     priority: int
     slack_s: float
     arrived_at: float | None = None
+    num_waiting: int = 0
     launched_at: float | None = None
     started_at: float | None = None
     num_samples: int = 0
@@ -66,8 +68,9 @@ class _Stream:
     @property
     def since(self) -> float:
         """Since when it waits for a patch; inf if it does not."""
-        since = self.arrived_at if self.launched_at is None else self.launched_at
-        return math.inf if since is None else since
+        if self.arrived_at is None:
+            return math.inf
+        return self.arrived_at if self.launched_at is None else max(self.arrived_at, self.launched_at)
 
     @property
     def is_playing(self) -> bool:
@@ -100,6 +103,7 @@ class SpeechPacing:
 
     def __init__(self, lead: int, *, patch_samples: int, sample_rate: int) -> None:
         self._lead = lead
+        self._is_released = False
         self._patch_samples = patch_samples
         self._sample_rate = sample_rate
         self._patch_s = patch_samples / sample_rate
@@ -113,19 +117,19 @@ class SpeechPacing:
 
     @property
     def unread(self) -> Collection[int]:
-        """The running streams that are delayed because none of their patches has been sent yet."""
+        """The streams with more to speak that are delayed because none of their patches has been sent yet."""
         return self._unread
 
     def release(self) -> None:
         """Delay no stream from now on."""
-        self._lead = 0
+        self._lead, self._is_released = 0, True
         for each in self._streams.values():
             each.lead = 0
             self._update(each)
 
     def open(self, stream: int, *, is_live: bool, lead: int | None = None, priority: int = 0) -> None:
         """Add a stream; only live streams are ever delayed. `lead`: None: the lead of all."""
-        lead = self._lead if lead is None else lead
+        lead = self._lead if lead is None or self._is_released else lead
         slack_s = self._patch_s * min(1.0, (lead - 1) / 2)
         if not self._free_rows:
             size = len(self._by_row)
@@ -143,7 +147,7 @@ class SpeechPacing:
         """Remove a stream; does nothing if it is unknown."""
         each = self._streams.pop(stream, None)
         if each is not None:
-            each.is_running = False
+            each.is_running, each.num_waiting = False, 0
             self._update(each)
             self._free_rows.append(each.row)
             self._num_live -= each.is_live
@@ -152,13 +156,16 @@ class SpeechPacing:
     def arrive(self, stream: int, now: float) -> None:
         """Record that a segment of the stream has arrived."""
         each = self._streams[stream]
-        if each.arrived_at is None:
+        if not each.is_running and not each.num_waiting:
             each.arrived_at = now
+        each.num_waiting += 1
+        self._update(each)
 
     def begin_segment(self, stream: int) -> None:
         """Record that a segment of the stream has a slot."""
         each = self._streams[stream]
         each.is_running = True
+        each.num_waiting -= 1
         self._update(each)
 
     def begin_playback(self, stream: int, now: float) -> None:
@@ -359,7 +366,7 @@ class SpeechPacing:
         columns["latest"][row] = earliest + each.slack_s
         columns["deadline"][row] = deadline
         columns["playback"][row] = deadline if each.is_live else math.inf
-        if each.is_running and each.earliest == math.inf and each.num_samples:
+        if (each.is_running or each.num_waiting) and each.earliest == math.inf and each.num_samples:
             self._unread.add(self._by_row[row])
         else:
             self._unread.discard(self._by_row[row])

@@ -22,7 +22,8 @@ _MONTH_OF = {name[:size].lower(): name for name in _MONTHS for size in (3, len(n
 _DAY_OF = {name[:size].lower(): name for name in _DAYS for size in (3, len(name))} | {
     "tues": "Tuesday", "weds": "Wednesday", "thur": "Thursday", "thurs": "Thursday"
 }  # fmt: skip
-_MONTH = rf"(?P<month>{'|'.join(sorted(_MONTH_OF, key=len, reverse=True))})\b\.?"
+# Of ASCII letters: without regard to case, "ı" and "ſ" are "i" and "s" too.
+_MONTH = rf"(?P<month>(?a:{'|'.join(sorted(_MONTH_OF, key=len, reverse=True))}))\b\.?"
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+"
 _SCALE = {"k": "thousand", "m": "million", "mn": "million", "mm": "million", "b": "billion", "bn": "billion",
           "t": "trillion", "tn": "trillion"}  # fmt: skip
@@ -406,7 +407,8 @@ def _money(amount: str, scale: str, names: tuple[str, str], *, is_adjective: boo
 def _money_before(match: _Match) -> str:
     is_adjective = match["noun"] is not None or bool(match["hyphen"]) or _is_adjective(match)
     words = _money(match["n"], match["scale"] or "", _CURRENCIES[match["sign"]], is_adjective=is_adjective)
-    return f"{'minus ' if match['minus'] else ''}{words}{' ' if match['hyphen'] else ''}"
+    gap = " " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else ""  # us$5
+    return f"{gap}{'minus ' if match['minus'] else ''}{words}{' ' if match['hyphen'] else ''}"
 
 
 def _money_after(match: _Match) -> str:
@@ -511,7 +513,9 @@ def _power(match: _Match) -> str:
 
 
 def _plain(match: _Match) -> str:
-    return (" " if match.string[: match.start()][-1:].isalpha() else "") + number(match[0])
+    return (" " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else "") + number(
+        match[0]
+    )
 
 
 def _host(match: _Match) -> str:
@@ -634,7 +638,7 @@ def _rules() -> tuple[tuple[re.Pattern[str], str | Callable[[_Match], str]], ...
         # money
         (re.compile(rf"(?<=\d)(?P<scale>[kKMB]|bn|m)?\s?[-–—]\s?(?=(?:{_SIGNS})\s?\d)"),
          lambda m: f"{m['scale'] or ''} to "),
-        (re.compile(rf"(?P<minus>[-−](?=\D))?(?P<sign>{_SIGNS})\s?(?P<n>{_NUMBER}){scale}(?P<hyphen>-(?=[a-z]))?"
+        (re.compile(rf"(?P<minus>[-−](?=\D))?(?P<sign>(?-i:{_SIGNS}))\s?(?P<n>{_NUMBER}){scale}(?P<hyphen>-(?=[a-z]))?"
             rf"(?P<noun>(?=\s(?:bill|note|coin|gift|fee|fine|budget|prize|coupon|voucher|bonus|discount)s?\b))?",
          any_case), _money_before),
         (re.compile(rf"(?<![\w.,])(?P<n>{_NUMBER}){scale}\s?(?P<sign>{_SIGNS}|{_CODES})(?![\w])"), _money_after),

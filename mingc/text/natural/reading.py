@@ -50,6 +50,8 @@ def read_clause(text: str, before: Language) -> tuple[str, Language]:
 
     Letters of any script stay. Digits of a clause in another script than Latin or Han are left to the talker.
     """
+    if not text or text.isspace():
+        return "", before
     text = plain_text(text)
     language = language_of(text, before)
     if language == "en":
