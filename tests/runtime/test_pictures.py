@@ -279,6 +279,26 @@ def test_wrong_edits_as_json_are_named(fields: Any, status: int, param: str, cod
         assert not service.drawings and metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0
 
 
+@pytest.mark.parametrize("value", ["[" * 60_000, '{"a":' * 10_000, "[" * 9_000 + "]" * 9_000])
+@pytest.mark.parametrize(
+    ("route", "file", "name"),
+    [
+        (EDITS, "image", "background"),
+        ("/v1/audio/transcriptions", "file", "n"),
+        ("/v1/audio/voices", "audio_sample", "prompt"),
+    ],
+)
+def test_a_deep_value_of_a_refused_field_of_a_form_is_refused(
+    server: Server, route: str, file: str, name: str, value: str
+) -> None:
+    form = {"prompt": "x", name: value} if route == EDITS else {name: value}
+    if route == "/v1/audio/voices":
+        form |= {"name": "a", "consent": "x"}
+    answer = httpx.post(f"{server.url}{route}", data=form, files={file: RED}, trust_env=False)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
+
+
 def test_an_edit_is_a_form_or_json(server: Server) -> None:
     answer = httpx.post(f"{server.url}{EDITS}", data={"prompt": "x"}, trust_env=False)
     error = answer.json()["error"]
