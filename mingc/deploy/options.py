@@ -91,8 +91,8 @@ class DeployOptions:
     num_gpus: float | None = option(
         None, least=0, most=1024, shown_default="as many as the artifact needs",
         help="GPUs of a replica. By default the ranks of a CUDA artifact, 0 for a CPU artifact, `tp` or 1 when the "
-        "artifact is fetched or not there yet, and more if `talker_devices` needs them. A fraction lets replicas of "
-        "one rank share a GPU.",
+        "artifact is fetched or not there yet, and more if `talker_devices` or `image_devices` need them. A fraction "
+        "lets replicas of one rank share a GPU.",
     )  # fmt: skip
     speech_num_gpus: float | None = option(
         None,

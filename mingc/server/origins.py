@@ -82,7 +82,7 @@ def _is_rebound(origin: str, host: str) -> bool:
 
 def _refused(origin: str) -> RequestError:
     return RequestError(
-        f"Pages of the origin {printable(origin[:100])} may not use this server.",
+        f"Pages of the origin {printable(origin[:100])} may not use this server",
         fix="start it with --cors-origin for this origin",
         status=403,
         code="origin_not_allowed",

@@ -328,9 +328,9 @@ def test_a_replica_has_the_gpus_of_its_talkers(
     apart = deployments(
         artifact=str(tmp_path),
         speech_artifact=str(tmp_path),
-        engines=EngineOptions(talker_devices=("cuda:3", "cuda:2")),
+        engines=EngineOptions(talker_devices=("cuda:3", "cuda:2"), image_devices=("cuda:5",)),
     )
-    assert apart["mingc actor"]["num_gpus"] == 2.0, "its speech is made elsewhere"
+    assert apart["mingc actor"]["num_gpus"] == 6.0, "its speech is made elsewhere, its pictures are not"
     assert apart["mingc-speech actor"]["num_gpus"] == 4.0
 
 

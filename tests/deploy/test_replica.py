@@ -280,6 +280,10 @@ def test_a_model_is_opened_with_all_options(
     root, given = opened_models[1]
     assert root.read_text() == "s3://b\n" and (given.tp, given.loads_speech) == (None, True)
     assert given.talker_devices == ("cuda:2",)
+    apart = replace(options, speech_artifact="/s", engines=replace(engines, image_devices=("cuda:0",)))
+    model: Any = SimpleNamespace(options=apart)
+    asyncio.run(cast(Any, replica.SpeechReplica.open_service)(model))
+    assert opened_models[2] == (Path("/s"), engines), "the other deployment draws"
 
 
 class Handle:

@@ -30,6 +30,7 @@ from mingc.errors import ConfigError
 from mingc.runtime.request import AudioDelta, Event, ServiceLoad, TextDelta
 from mingc.server.api_keys import ApiKeys
 from mingc.server.app import create_app
+from mingc.server.http.routes import HANDLERS
 from mingc.server.logs import REQUEST_ID, RepetitionLimit, configure_logging
 from mingc.server.metrics import Metrics
 from mingc.server.options import ServeOptions
@@ -347,6 +348,17 @@ def test_cors_for_one_origin(tmp_path: Path) -> None:
         refused = http.post(CHAT, json=HELLO, headers={"origin": "https://app.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
+
+
+def test_a_page_may_not_send_a_body_without_a_type() -> None:
+    """Browsers do not ask before `fetch(url, {method: "POST", mode: "no-cors", body: new Uint8Array(…)})`."""
+    with client(cors_origins=("https://app.example",)) as http:
+        for route in (path for path, (_, types) in HANDLERS.items() if "application/json" in types):
+            for origin, statuses in (("https://app.example", {200, 400}), ("https://evil.example", {403})):
+                assert http.post(route, content=b"{}", headers={"origin": origin}).status_code in statuses
+            typed = {"origin": "https://evil.example", "content-type": "application/json"}
+            asked = http.post(route, content=b"{}", headers=typed)  # after a preflight, which was refused
+            assert asked.status_code == (403 if route == "/v1/images/edits" else 400)
 
 
 # Request ids and logs

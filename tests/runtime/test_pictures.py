@@ -235,23 +235,32 @@ def test_an_edit_as_json_is_the_edit_of_a_form(server: Server) -> None:
     assert [done.b64_json] == [each.b64_json for each in made.data or ()][:1]
 
 
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", "Multipart/Form-Data; boundary=b"])
+def test_an_edit_of_either_type_has_the_limits_of_the_server_and_is_charged_without_base64(kind: str) -> None:
+    form = '--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nwait\r\n--b\r\n'
+    form += 'Content-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+    body = json.dumps({"prompt": "wait", "images": [{"image_url": URL_OF_NOISE}]}).encode()
+    if kind.startswith("M"):
+        body = form.encode() + NOISE + b"\r\n--b--\r\n"
+    charged = len(body) if kind.startswith("M") else len(NOISE) + len("wait")
+    with fake_server(max_image_pixels=3 << 18) as (url, service):
+        connection = HTTPConnection(url.removeprefix("http://"))
+        connection.request("POST", EDITS, body, {"content-type": kind})
+        eventually(lambda: bool(service.running))
+        (seen, _) = service.drawings[-1].messages[-1].parts
+        assert isinstance(seen, MediaPart) and seen.max_pixels == 3 << 18 and bytes(seen.data) == NOISE  # type: ignore[arg-type]
+        assert service.drawings[-1].reference == seen
+        assert metric(url, 'mingc_limit_used{limit="body_bytes"}') == charged - FREE_BYTES
+        connection.close()
+        eventually(lambda: metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0)
+
+
 def test_a_picture_of_an_edit_may_be_on_an_allowed_host(server: Server) -> None:
     file = f"{server.url}/openapi.json"
     with fake_server(allow_media_hosts=(server.url.removeprefix("http://"),)) as (url, service):
         body = {"prompt": "x", "images": [{"image_url": file}]}
         assert httpx.post(f"{url}{EDITS}", json=body, trust_env=False).status_code == 200
         assert parts(service.drawings[-1]) == [httpx.get(file, trust_env=False).content, "x"]
-
-
-def test_a_picture_in_json_is_charged_without_its_base64() -> None:
-    body = {"prompt": "wait", "images": [{"image_url": URL_OF_NOISE}]}
-    with fake_server() as (url, service):
-        connection = HTTPConnection(url.removeprefix("http://"))
-        connection.request("POST", EDITS, json.dumps(body), {"content-type": "application/json"})
-        eventually(lambda: bool(service.running))
-        assert metric(url, 'mingc_limit_used{limit="body_bytes"}') == len(NOISE) + len("wait") - FREE_BYTES
-        connection.close()
-        eventually(lambda: metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +271,7 @@ def test_a_picture_in_json_is_charged_without_its_base64() -> None:
         ({"images": [{}]}, 400, "images[0].image_url", "missing_required_parameter"),
         ({"images": [{"image_url": URL}] * 17}, 400, "images", "invalid_value"),
         ({"images": [{"image_url": URL}, {"file_id": "file-1"}]}, 400, "images[1].file_id", "unsupported_parameter"),
+        ({"images": [{"image_url": URL, "file_id": "file-1"}]}, 400, "images[0].file_id", "unsupported_parameter"),
         ({"images": [{"image_url": URL}], "mask": {"image_url": URL}}, 400, "mask", "unsupported_parameter"),
         ({"image": URL}, 400, "image", "unknown_parameter"),
         ({"images": [{"image_url": "data:image/png;base64,"}]}, 400, "images[0].image_url", "empty_media"),
@@ -277,6 +287,26 @@ def test_wrong_edits_as_json_are_named(fields: Any, status: int, param: str, cod
         error = answer.json()["error"]
         assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
         assert not service.drawings and metric(url, 'mingc_limit_used{limit="body_bytes"}') == 0
+
+
+@pytest.mark.parametrize("value", ["[" * 60_000, '{"a":' * 10_000, "[" * 9_000 + "]" * 9_000])
+@pytest.mark.parametrize(
+    ("route", "file", "name"),
+    [
+        (EDITS, "image", "background"),
+        ("/v1/audio/transcriptions", "file", "n"),
+        ("/v1/audio/voices", "audio_sample", "prompt"),
+    ],
+)
+def test_a_deep_value_of_a_refused_field_of_a_form_is_refused(
+    server: Server, route: str, file: str, name: str, value: str
+) -> None:
+    form = {"prompt": "x", name: value} if route == EDITS else {name: value}
+    if route == "/v1/audio/voices":
+        form |= {"name": "a", "consent": "x"}
+    answer = httpx.post(f"{server.url}{route}", data=form, files={file: RED}, trust_env=False)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
 
 
 def test_an_edit_is_a_form_or_json(server: Server) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from collector import Collector
 from fake_engines import HIDDEN
 from fake_images import DIT, QUERIES, VAE, image_stages
+from held_resources import check_all_is_free
 from torch import Tensor
 
+from mingc.runtime.images import worker as image_worker
 from mingc.runtime.images.engines import ImageEngines, ImageSampler
 from mingc.runtime.images.loop import ImageLoop
 from mingc.runtime.images.tokens import TokenLayout
 from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
-from mingc.runtime.request import ImageDone
+from mingc.runtime.request import ImageDone, ImageProgress, PartialImage
 from mingc.runtime.request_stream import FailedItem, Item
 
 CPU = torch.device("cpu")
@@ -133,5 +137,80 @@ def test_a_lost_second_device_fails_requests_with_guidance_alone() -> None:
         assert isinstance(draw(1.0), ImageDone) and not second.samples
         second.is_lost = False
         assert isinstance(draw(3.0), ImageDone) and second.samples
+    finally:
+        loop.stop()
+
+
+class Unfinished:
+    """A copy to the host that is there when it is waited for, as while a GPU computes."""
+
+    waits: ClassVar[list[int]] = []  # how many values were waited for; 0: a step was launched
+    is_ready = False
+
+    def __init__(self, *values: Tensor) -> None:
+        self.values = values
+
+    def wait(self) -> tuple[Tensor, ...]:
+        self.waits.append(len(self.values))
+        return self.values
+
+
+@pytest.fixture
+def unfinished(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    monkeypatch.setattr(image_worker, "AsyncHostCopy", Unfinished)
+    monkeypatch.setattr(Unfinished, "waits", [])
+    return Unfinished.waits
+
+
+class Sick(Second):
+    """Its step `at` has one value that is not finite."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+        Unfinished.waits.append(0)
+        made = super().velocity(tokens, caption, layout, time).clone()
+        if len(self.samples) == self.at:
+            made[-1, 3, 0] = torch.nan
+        return made
+
+
+def test_one_step_is_launched_ahead_of_its_check(unfinished: list[int]) -> None:
+    of = worker(Sick(at=0))
+    batch = of.begin(of.prepare(drawing()), [3, 4])
+    found = []
+    while not batch.is_finished:
+        of.step(batch)
+        found.append((batch.step, batch.num_done))
+    of.wait(batch)
+    assert found == [(1, 0), (2, 1), (3, 2)] and batch.num_done == 3
+    assert unfinished == [0, 0, 1, 0, 1, 1], "each check follows the launch of the next step"
+
+
+@pytest.mark.parametrize("num_partials", [0, 1, 2])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_sick_step_fails_its_request_before_anything_of_it_is_shown(
+    at: int, num_partials: int, unfinished: list[int]
+) -> None:
+    second = Sick(at)
+    loop = ImageLoop(worker(second))
+    loop.start()
+    try:
+        sick, well = Collector(), Collector()
+        for collector, partials in ((sick, num_partials), (well, 2)):
+            loop.submit(drawing(), [1, 2], collector.put, asked=(80, 48), batch_size=2, num_partials=partials)
+        shown = sick.wait(lambda items: bool(items) and isinstance(items[-1], FailedItem))
+        assert "the model's latents are not finite" in shown[-1].error.message  # type: ignore[union-attr]
+        steps = [each.step for each in shown if isinstance(each, ImageProgress)]
+        assert max(steps, default=0) < at and not any(isinstance(each, ImageDone) for each in shown)
+        assert len([each for each in shown if isinstance(each, PartialImage)]) <= 2 * (at - 1)
+        rest = well.wait(lambda items: len([each for each in items if isinstance(each, ImageDone)]) == 2)
+        order = [(type(each).__name__, each.index) for each in rest if not isinstance(each, FailedItem)]  # type: ignore[union-attr]
+        step = [("ImageProgress", 0), ("ImageProgress", 1)]
+        partial = [("PartialImage", 0), ("PartialImage", 1)]
+        assert order == [*step, *partial, *step, *partial, *step, ("ImageDone", 0), ("ImageDone", 1)]
+        check_all_is_free(loop)
     finally:
         loop.stop()

@@ -8,8 +8,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import fake_images
 import pytest
 import torch
 from preprocess_data import audio_parameters, thinker_parameters, vision_parameters
@@ -32,14 +33,19 @@ from mingc.errors import (
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.service import build_context, builder, devices, speech_builder
+from mingc.runtime.service import build_context, builder, devices, image_builder, speech_builder
 from mingc.runtime.service.build_context import BuildContext, MemoryAccount
 from mingc.runtime.service.builder import _info, open_service
 from mingc.runtime.service.chat_builder import kv_tokens
 from mingc.runtime.service.devices import host_threads, image_devices, rank_devices, talker_devices
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import SpeechPipeline
-from mingc.runtime.service.served_stages import find_chat_stages, find_speech_stages, largest_bucket
+from mingc.runtime.service.served_stages import (
+    ImageStages,
+    find_chat_stages,
+    find_speech_stages,
+    largest_bucket,
+)
 from mingc.runtime.service.speech_builder import build_speech
 from mingc.runtime.service.startup_clock import StartupClock
 from mingc.runtime.talker.loop import TalkerLoop
@@ -123,7 +129,7 @@ SPEECH_EDGES = (
 )
 TEXT = Edge("decoder", CLIENT, "text")
 CHAT = {"decoder": thinker_parameters(), "eye": vision_parameters(), "ear": audio_parameters()}
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 TALKER = TalkerParameters(
     chunk_alignment=1,
     hidden_size=64,
@@ -688,3 +694,103 @@ def test_a_decoder_without_its_attention_graph_is_refused_by_name() -> None:
     manifest: Any = SimpleNamespace(stages={"thinker": stage})
     with pytest.raises(ArtifactError, match="stage thinker has no graph decode_attention"):
         kv_tokens(manifest, "thinker", [torch.device("cuda")], requested=None, context=4096)
+
+
+# Devices of pictures: META stands for a second GPU.
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reserved"), [([], 123), ([CPU], 123), ([META, CPU], 123), ([META], 0)], ids=str
+)
+def test_kv_pages_leave_the_memory_of_pictures_free_where_they_share_a_device(
+    two_ranks: Path, chosen: list[torch.device], reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def build_images(context: object, stages: object, devices: object, ranks: object) -> object:
+        seen.extend((devices, ranks))
+        return SimpleNamespace(num_bytes=123)
+
+    def build_chat(*parts: object, reserved_bytes: int) -> tuple[None, None]:
+        seen.append(reserved_bytes)
+        return None, None
+
+    def free(devices: list[torch.device]) -> dict[str, int]:
+        assert {*devices} == {CPU, *chosen}, "all that this process uses"
+        return {}
+
+    monkeypatch.setattr(builder, "find_image_stages", lambda _: SimpleNamespace(names=()))
+    monkeypatch.setattr(builder, "image_devices", lambda *_, draws: chosen)
+    for put in (build_images, build_chat):
+        monkeypatch.setattr(builder, put.__name__, put)
+    monkeypatch.setattr(builder, "free_bytes", free)
+    open_service(two_ranks)
+    assert seen == [chosen or [CPU], [CPU, CPU], reserved]
+
+
+class Queries:
+    """Learned rows that go to any device."""
+
+    def __len__(self) -> int:
+        return sum(fake_images.CONDITION.num_queries)
+
+    def to(self, device: torch.device) -> Queries:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "num_bytes", "per_device"),
+    [
+        ("cpu", "cpu", 1000, 1),  # half of what the host has
+        ("cpu cpu", "cpu", 500, 2),
+        ("cuda:1", "cuda:0", 600, 1),
+        ("cuda:2 cuda:1", "cuda:0", 600, 1),
+        ("cuda:0 cuda:2", "cuda:0", 700, 1),
+        ("cuda:0", "cuda:0", None, 1),
+        ("cuda:1", "cuda:0 cuda:1", None, 1),
+    ],
+)
+def test_pictures_take_what_their_devices_have_left_beside_kv_pages(
+    names: str, ranks: str, num_bytes: int | None, per_device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: as much as the largest pictures; KV pages are planned later."""
+    stages = fake_images.image_stages()
+    condition = stages["image_condition"]
+    stages["image_condition"] = LoadedStage(
+        condition.name, condition.graphs, cast(Any, {"queries": Queries()})
+    )
+    monkeypatch.setattr(image_builder, "current_device", lambda device: nullcontext())
+    monkeypatch.setattr(image_builder, "free_memory_bytes", lambda: 2000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500 + 100 * device.index, 9999))
+    memory, loads = MemoryAccount(), []
+
+    def load(name: str, device: torch.device, *, copied: object = None) -> LoadedStage:
+        loads.append((name, str(device), copied is not None))
+        return stages[name]
+
+    context: Any = SimpleNamespace(load=load, memory=memory, options=EngineOptions(max_waiting=7))
+    devices = [*map(torch.device, names.split())]
+    built = image_builder.build_images(
+        context,
+        ImageStages(
+            condition="image_condition",
+            queries=fake_images.CONDITION,
+            glyph="glyph",
+            glyphs=fake_images.GLYPH,
+            sampler="image_dit",
+            dit=fake_images.DIT,
+            decoder="image_vae",
+            vae=fake_images.VAE,
+        ),
+        devices,
+        [*map(torch.device, ranks.split())],
+    )
+    num_bytes = 3 * 4 * 16384**2 if num_bytes is None else num_bytes  # scores of 1024 × 1024 pixels
+    assert built.num_bytes == num_bytes
+    assert {use.device: use.num_bytes for use in memory.uses if use.owner == "image_workspace"} == {
+        name: per_device * num_bytes for name in names.split()
+    }
+    assert [str(each.device) for each in built.loop.worker.samplers] == names.split()
+    assert built.memory.max_pictures(2) == 2 * len(devices), "calls of the fake sampler have four samples"
+    copies = [(name, device) for name, device, is_copied in loads if is_copied]
+    assert copies == [("image_dit", str(each)) for each in devices[1:]] and len(loads) == 4 + len(copies)

@@ -41,16 +41,19 @@ def test_every_option_reaches_the_service(service: FakeService, tmp_path: Path) 
     assert service.shutdown_timeouts
 
 
-def test_without_options_the_model_decides(service: FakeService, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("aspect", "ratio"), [("16:9", 16 / 9), ("4:1", 4.0), ("1:4", 0.25)])
+def test_without_options_the_model_decides(
+    service: FakeService, tmp_path: Path, aspect: str, ratio: float
+) -> None:
     file = tmp_path / "out.jpg"
-    done = mingc_here("draw", tmp_path, "wide", "--output", file, "--aspect", "16:9")
+    done = mingc_here("draw", tmp_path, "wide", "--output", file, "--aspect", aspect)
     (request,) = service.drawings
     assert done.code == 0, done.stderr
-    assert (request.aspect, request.resolution) == (16 / 9, 1024)
+    assert (request.aspect, request.resolution) == (ratio, 1024)
     assert {request.seed, request.height, request.num_steps, request.guidance, request.reference} == {None}
     assert request.negative_prompt is None and request.num_pictures == 1
     with Image.open(file) as image:
-        assert image.format == "JPEG" and image.size[0] > image.size[1]
+        assert image.format == "JPEG" and (image.size[0] > image.size[1]) == (ratio > 1)
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ def _refuse(
     if isinstance(value, msgspec.Raw):
         value = decode_small(value)
     elif isinstance(value, str):  # of a form, where all but texts are JSON
-        with suppress(msgspec.DecodeError):
+        with suppress(msgspec.DecodeError, RecursionError):
             value = msgspec.json.decode(value)
     # `1 == True` in Python, not in JSON
     neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)

@@ -186,8 +186,8 @@ class RequestBody:
 class GenerationRoute:
     """ASGI app of one route that runs the model. `handler` receives the raw body and writes the response.
 
-    `types`: the media types that the body may have. Web pages may send a form without asking first, so its origin is
-    checked.
+    `types`: the media types that the body may have. Web pages may send a form, and bytes without a type, without asking
+    first, so their origin is checked.
     """
 
     def __init__(self, state: HttpState, handler: Handler, *types: str) -> None:
@@ -198,7 +198,7 @@ class GenerationRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, server, route = self._state, self._state.server, route_of(scope)
         request = Request(scope, receive)
-        if FORM in self._types:
+        if FORM in self._types or "content-type" not in request.headers:
             check_origin(request.headers, server.options.cors_origins)
         if scope.get("state", {}).get("is_probe"):
             raise CapacityError("All connections are in use; try again later.", code="too_many_connections")

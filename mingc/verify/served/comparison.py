@@ -134,8 +134,10 @@ class ServedComparison:
         same = common_length(given, tokens)
         count = min(same + 1, len(logits), len(recorded))  # the first other token has the same past
         near = log.is_near(logits[:count], recorded[:count])
-        # After another token that the recorded logits rank as high, but for rounding, nothing more can be expected.
-        is_rounded = 0 < count == same + 1 <= len(given) and near[-1] and given[same] in columns
+        # After another token that ranks as high, but for rounding, nothing more can be expected.
+        is_rounded = 0 < count == same + 1 <= len(given) and near[-1]
+        if is_rounded:  # and the answer is greedy
+            is_rounded = logits[same][columns == given[same]].max(initial=-np.inf) >= logits[same].max()
         self.text.add(int(near.sum()), count if is_rounded else len(recorded))
 
     def _compare_speech(self, case: ServedCase, served: Served, how: str) -> None:
