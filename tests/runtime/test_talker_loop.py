@@ -487,8 +487,9 @@ def test_samples_that_are_not_finite_are_found_in_any_row() -> None:
     worker = make_talker_worker(nan_guidance=9.0)
     for slot, guidance in ((1, 2.0), (2, 9.0), (3, 2.0)):
         worker.add(slot, segment(seed=slot, guidance=guidance))
-    worker.launch([1, 2, 3])
-    assert [slot for slot, patch in worker.collect().items() if patch is None] == [2]
+    for _ in range(2):  # the first samples of all are discarded, and may be anything
+        worker.launch([1, 2, 3])
+        assert [slot for slot, patch in worker.collect().items() if patch is None] == [2]
 
 
 def test_prompt_of_a_removed_segment_is_not_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
