@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from collector import Collector
 from fake_omni import chat, collect, make_service, run, speech_request
 from fake_talker import PATCH_SAMPLES, SAMPLE_RATE, TAIL, make_talker_loop, make_talker_worker
 from fake_talker import make_segment as segment
@@ -241,6 +242,31 @@ def test_a_stream_that_fails_leaves_its_slot_to_another_in_the_same_step() -> No
     clock.now = 61.0
     assert run_step(loop) and stuck.error().status == 408
     assert waiting.items
+
+
+def test_no_more_patches_are_launched_than_a_segment_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = make_talker_loop(make_talker_worker(depth=2))
+    sizes = launched(loop, monkeypatch)
+    listener = Listener(loop, segment(patches=3), segment(index=1, patches=2))
+    run_until_idle(loop)
+    assert len(listener.items) == sum(sizes) == 5
+
+
+def test_a_pause_ends_with_the_last_patch_in_flight() -> None:
+    """What is left unread of speech that is complete costs nothing."""
+    clock, is_behind = Clock(), [False]
+    loop = make_talker_loop(
+        make_talker_worker(stop_probability=0.9, depth=2), slow_client_timeout_s=60.0, clock=clock
+    )
+    client = Collector()
+    loop.add(loop.open(client.put, lambda: is_behind[0], is_live=True), segment(patches=40))
+    while len(client.items) < 4:  # the next one is the last
+        run_step(loop)
+    is_behind[0] = True
+    run_until_idle(loop)
+    clock.now = 61.0
+    run_until_idle(loop)
+    assert len(client.segments()[0]) == 5 * PATCH_SAMPLES
 
 
 def test_patches_that_come_late_are_counted() -> None:

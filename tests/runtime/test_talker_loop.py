@@ -483,6 +483,23 @@ def test_a_stream_that_fails_or_ends_frees_everything() -> None:
     assert loop.held == before
 
 
+def test_samples_that_are_not_finite_are_found_in_any_row() -> None:
+    worker = make_talker_worker(nan_guidance=9.0)
+    for slot, guidance in ((1, 2.0), (2, 9.0), (3, 2.0)):
+        worker.add(slot, segment(seed=slot, guidance=guidance))
+    for _ in range(2):  # the first samples of all are discarded, and may be anything
+        worker.launch([1, 2, 3])
+        assert [slot for slot, patch in worker.collect().items() if patch is None] == [2]
+
+
+def test_prompt_of_a_removed_segment_is_not_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make_talker_worker()
+    worker.add(1, segment(prefix=0))
+    worker.remove(1)
+    monkeypatch.setattr(worker.engines, "run_prompts", lambda *_: pytest.fail("a prompt was run"))
+    worker.prefill()
+
+
 def test_every_pause_of_a_slow_client_counts_anew() -> None:
     clock = Clock()
     loop = make_talker_loop(slow_client_timeout_s=60.0, clock=clock)
