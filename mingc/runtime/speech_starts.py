@@ -23,10 +23,10 @@ class SpeechStarts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._expected: dict[object, float] = {}  # streams without a segment, and until when one is expected
-        self._begun: dict[
-            object, float
-        ] = {}  # streams with one, and how long steps wait for their first patches
+        # Streams without a segment, and until when one is expected.
+        self._expected: dict[object, float] = {}
+        # Streams with one, and until when steps wait for their first patches.
+        self._begun: dict[object, float] = {}
 
     def expect(self, stream: object) -> None:
         """Record that the words of a stream are being written from now on."""

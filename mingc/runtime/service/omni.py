@@ -140,9 +140,8 @@ class OmniService:
         self._event_queue: EventQueue | None = None
         self._running: set[RequestStream] = set()
         self._running_chats: set[RequestStream] = set()
-        self._files = asyncio.Semaphore(
-            num_threads
-        )  # being read for transcripts; of one event loop, like the queue
+        # Files that are read for transcripts; of one event loop, like the queue.
+        self._files = asyncio.Semaphore(num_threads)
         self._is_closing = self._is_stopped = False
         self._failure: ServeError | None = None
         self._report_failure: Callable[[ServeError], None] = lambda error: None
@@ -856,7 +855,9 @@ class OmniService:
         """`thinker`: writes the text."""
         pipeline.planner.check(params)
         talker = pipeline.talkers.place()
-        shares_device = thinker is not None and thinker.runner.device == talker.worker.device
+        starts = None
+        if thinker is not None and is_live and thinker.runner.device == talker.worker.device:
+            starts = thinker.speech_starts
         return SpeechStream(
             pipeline.planner,
             talker,
@@ -867,7 +868,7 @@ class OmniService:
             is_live=is_live,
             priority=priority,
             recorder=recorder,
-            starts=thinker.speech_starts if thinker is not None and shares_device and is_live else None,
+            starts=starts,
         )
 
     @contextmanager

@@ -404,11 +404,15 @@ def _money(amount: str, scale: str, names: tuple[str, str], *, is_adjective: boo
     return _counted(amount, unit)
 
 
+def _gap(match: _Match) -> str:
+    """A blank behind a letter, as in us$5."""
+    return " " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else ""
+
+
 def _money_before(match: _Match) -> str:
     is_adjective = match["noun"] is not None or bool(match["hyphen"]) or _is_adjective(match)
     words = _money(match["n"], match["scale"] or "", _CURRENCIES[match["sign"]], is_adjective=is_adjective)
-    gap = " " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else ""  # us$5
-    return f"{gap}{'minus ' if match['minus'] else ''}{words}{' ' if match['hyphen'] else ''}"
+    return f"{_gap(match)}{'minus ' if match['minus'] else ''}{words}{' ' if match['hyphen'] else ''}"
 
 
 def _money_after(match: _Match) -> str:
@@ -513,9 +517,7 @@ def _power(match: _Match) -> str:
 
 
 def _plain(match: _Match) -> str:
-    return (" " if match.string[max(0, match.start() - 1) : match.start()].isalpha() else "") + number(
-        match[0]
-    )
+    return _gap(match) + number(match[0])
 
 
 def _host(match: _Match) -> str:

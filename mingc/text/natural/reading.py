@@ -19,9 +19,8 @@ _AFTER_NUMBER = re.compile(r"(?<=\d)[°º]?[A-Za-zµμ/]{1,4}(?![A-Za-z])")
 _QUOTES = str.maketrans(dict.fromkeys("\"“”„«»「」『』《》〈〉", " ") | {"(": ",", ")": ",", "[": ",", "]": ",",
  "{": ",", "}": ",", "（": "，", "）": "，", "【": "，", "】": "，", "’": "'", "‘": "'"})  # fmt: skip
 _MARKS = ",.!?;:，。！？；：、"
-_NOT_AS_IT_IS = re.compile(
-    rf"[^A-Za-z0-9 '\-_/{_MARKS}㐀-䶿一-鿿]"
-)  # what `_spoken` changes, and letters of other scripts
+# What `_spoken` changes, and letters of other scripts.
+_NOT_AS_IT_IS = re.compile(rf"[^A-Za-z0-9 '\-_/{_MARKS}㐀-䶿一-鿿]")
 _PAUSES = re.compile(rf"\s*([{_MARKS}])(?:\s*[{_MARKS}])*")
 _LEADING = re.compile(rf"^[\s{_MARKS}'-]+")
 _BLANKS = re.compile(r"\s+")
