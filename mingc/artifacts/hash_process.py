@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from mingc.artifacts.artifact import Artifact, file_hashes, raise_changed
 from mingc.artifacts.file_region import FileRegion
 from mingc.errors import WorkerError
+
+_POLL_S = 0.02
 
 
 @contextmanager
@@ -36,10 +38,15 @@ def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Cal
     """
     regions = {name: artifact.region(name) for name in beside}
     found: dict[str, str] = {}
-    with _child(regions.values()) as lines:
+    with _child(regions.values()) as child:
 
         def wait() -> None:
-            for line in lines:
+            while (
+                child.poll() is None
+            ):  # a signal may come just before a call that blocks, and would wait for its end
+                time.sleep(_POLL_S)
+            assert child.stdout is not None, "it has a pipe, which holds all lines"
+            for line in child.stdout:
                 name, sha256, error = json.loads(line)
                 if error is not None:
                     raise OSError(*error, str(regions[name]))
@@ -58,8 +65,8 @@ def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Cal
 
 
 @contextmanager
-def _child(regions: Iterable[FileRegion]) -> Iterator[IO[str]]:
-    """Start the process, and yield its stdout. It is killed at the end."""
+def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[str]]:
+    """Start the process; it is killed at the end."""
     largest_first = sorted(regions, key=lambda each: -each.size_bytes)
     described = [(each.name, str(each.path), each.offset, each.size_bytes) for each in largest_first]
     with subprocess.Popen(
@@ -68,9 +75,8 @@ def _child(regions: Iterable[FileRegion]) -> Iterator[IO[str]]:
         stdout=subprocess.PIPE,
         encoding="utf-8",
     ) as child:
-        assert child.stdout is not None, "it has a pipe"
         try:
-            yield child.stdout
+            yield child
         finally:
             child.kill()
 
