@@ -10,7 +10,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -126,19 +126,24 @@ def _packed_problems(packed: PackedFile, manifest: Manifest) -> list[str]:
 
 
 def check_hashes(artifact: Artifact) -> None:
-    """Read every file of the artifact and compare its sha256. Raises IntegrityError listing all that differ.
+    """Read every file of the artifact and compare its sha256. Raises IntegrityError listing all that differ."""
+    raise_changed(artifact, file_hashes(artifact, artifact.manifest.files))
+
+
+def file_hashes(artifact: Artifact, names: Collection[str]) -> dict[str, str]:
+    """sha256 of the files `names`.
 
     Files are read by several threads: one alone computes sha256 more slowly than a disk reads.
     """
-    files = artifact.manifest.files
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        hashes = pool.map(lambda name: artifact.region(name).sha256(), files)
-        problems = [
-            f"{name}: sha256 differs from the manifest"
-            for (name, record), found in zip(files.items(), hashes, strict=True)
-            if found != record.sha256
-        ]
-    _raise_integrity(artifact.root, problems)
+        return dict(zip(names, pool.map(lambda name: artifact.region(name).sha256(), names), strict=True))
+
+
+def raise_changed(artifact: Artifact, hashes: Mapping[str, str]) -> None:
+    """Raises: IntegrityError listing the files whose sha256 in `hashes` is not the recorded one."""
+    files = artifact.manifest.files
+    changed = [name for name in files if name in hashes and hashes[name] != files[name].sha256]
+    _raise_integrity(artifact.root, [f"{name}: sha256 differs from the manifest" for name in changed])
 
 
 def check_fingerprint(recorded: Fingerprint, here: Host) -> None:

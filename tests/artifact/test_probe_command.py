@@ -239,7 +239,7 @@ def test_a_probe_of_everything_beside_another_artifact(
         "check the artifact",
         "compare hashes",
     ]
-    assert [*phases][-2:] == ["collect garbage", "other"] and len(phases) == 15
+    assert [*phases][-2:] == ["collect garbage", "other"] and len(phases) == 16
     assert {"load engines", "weights to the device (CPU: map)", "prepare encoders (CUDA: capture)"} <= {
         *phases
     }

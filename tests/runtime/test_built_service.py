@@ -274,6 +274,10 @@ def build(
     opened: list[OmniService] = []
     found = Built(service=None)  # type: ignore[arg-type]
 
+    @contextmanager
+    def hashes_compared(artifact: Artifact, beside: object) -> Iterator[Callable[[], None]]:
+        yield lambda: found.hashed.append(artifact.root)
+
     def rank_group(*_: object, step_timeout_s: float, **__: object) -> None:
         found.rank_timeout_s.append(step_timeout_s)
         raise CapacityError("no ranks in this test")
@@ -287,7 +291,7 @@ def build(
         patch.setattr(
             speech_builder, "load_voice", lambda artifact, record: voice(record.name, ord(record.name[0]))
         )
-        patch.setattr(builder, "check_hashes", lambda artifact: found.hashed.append(artifact.root))
+        patch.setattr(builder, "hashes_compared", hashes_compared)
         patch.setattr(torch, "set_num_threads", found.threads.append)
         patch.setattr(TextTokenizer, "from_file", tokenizer_of)
 

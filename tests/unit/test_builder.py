@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +31,7 @@ from mingc.errors import (
     MingcError,
     RankError,
     ServeError,
+    WorkerError,
 )
 from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.tokenizer import TextTokenizer
@@ -518,10 +521,6 @@ def test_an_artifact_is_checked_before_anything_is_loaded(
     with pytest.raises(ConfigError, match="the artifact is for 1 rank") as caught:
         open_service(artifact_path, EngineOptions(tp=2))
     assert caught.value.where == "--tp"
-    weights = artifact_path / "weights/audio.bin"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    with pytest.raises(IntegrityError, match=r"weights/audio\.bin: sha256 differs"):
-        open_service(artifact_path, EngineOptions(check_hashes=True))
     monkeypatch.setattr(builder, "current_host", lambda device: replace(here, torch="2.12.0"))
     with pytest.raises(IncompatibleError, match=r"torch: built with 2\.13\.0, here 2\.12\.0"):
         open_service(artifact_path, EngineOptions())
@@ -576,6 +575,45 @@ def test_processes_end_when_a_later_part_fails_and_not_otherwise(
     with pytest.raises(MemoryError) if fails else nullcontext():
         open_service(two_ranks)
     assert ended == (["ranks"] if fails else [])
+
+
+def test_hashes_of_engines_are_compared_before_anything_is_loaded(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "build_speech", lambda *_: pytest.fail("something is loaded"))
+    for name in ("engines/encode.pt2", "weights/audio.bin"):
+        (two_ranks / name).write_bytes((two_ranks / name).read_bytes()[:-1] + b"!")
+        with pytest.raises(IntegrityError, match=r"engines/encode\.pt2: sha256 differs") as refused:
+            open_service(two_ranks, EngineOptions(check_hashes=True))
+    assert "weights/audio.bin: sha256 differs" in refused.value.message, "all files are listed"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_changed_weights_are_refused_once_what_was_started_has_ended(
+    two_ranks: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are hashed while they are loaded; a changed one may be why that fails."""
+    steps: list[str] = []
+
+    def build_chat(context: BuildContext, *_: object, **__: object) -> tuple[None, None]:
+        steps.append("loaded")
+        context.processes.callback(steps.append, "ranks ended")
+        if fails:
+            raise RuntimeError("device-side assert triggered")
+        return None, None
+
+    monkeypatch.setattr(builder, "build_chat", build_chat)
+    weights = two_ranks / "weights/audio.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(IntegrityError, match=r"1 file\(s\) .*\n.* weights/audio\.bin: sha256 differs"):
+        open_service(two_ranks, EngineOptions(check_hashes=True))
+    assert steps == ["loaded", "ranks ended"]
+
+
+def test_no_service_opens_without_all_hashes(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(WorkerError, match="the process that hashes weights was killed"):
+        open_service(two_ranks, EngineOptions(check_hashes=True))
 
 
 def test_speech_is_loaded_before_the_thinker(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mingc.artifacts.artifact import check_fingerprint, check_hashes, open_artifact
+from mingc.artifacts.artifact import check_fingerprint, open_artifact
+from mingc.artifacts.hash_process import hashes_compared
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host.machine import current_host, gpu_target
@@ -53,6 +54,8 @@ def open_service(
 
     `media` decodes the media of requests, and the service closes it; None: the service takes no media.
 
+    With `check_hashes`, files of weights are hashed while they are loaded; it returns when all hashes are as recorded.
+
     Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
     rank does not start.
     """
@@ -70,9 +73,6 @@ def open_service(
         check_loadable(artifact, names)
         own_talker_devices = talker_devices(options, recorded, has_speech=speech_stages is not None)
         own_image_devices = image_devices(options, recorded, draws=image_stages is not None)
-    if options.check_hashes:
-        with clock.phase("compare hashes"):
-            check_hashes(artifact)
     if options.tp not in (None, recorded.world_size):
         raise ConfigError(
             f"the artifact is for {recorded.world_size} rank(s), {options.tp} requested",
@@ -93,11 +93,6 @@ def open_service(
     # Other ranks run in other processes; without a thinker only the talkers use devices.
     for_chat = () if chat_stages is None else devices[:1]
     own_devices = [*dict.fromkeys((*for_chat, *for_talkers, *(for_images if image_stages else ())))]
-    for device in own_devices if recorded.device == "cuda" else ():
-        with clock.phase("start the device"):
-            start_device(device)
-        target = gpu_target(device)
-        log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
     # The group of ranks is created before the service to which it reports failures.
     services: list[OmniService] = []
     rank_failures: list[ServeError] = []
@@ -107,7 +102,17 @@ def open_service(
         for service in services:
             service.fail(error)
 
-    with ExitStack() as processes:  # ends them when something after their start fails
+    weights = {file for stage in artifact.manifest.stages.values() for file in stage.weights}
+    with ExitStack() as hashes, ExitStack() as processes:  # ends them when something after their start fails
+        if options.check_hashes:
+            # Engines are code: their hashes are compared before they are loaded.
+            with clock.phase("compare hashes"):
+                wait_for_hashes = hashes.enter_context(hashes_compared(artifact, weights))
+        for device in own_devices if recorded.device == "cuda" else ():
+            with clock.phase("start the device"):
+                start_device(device)
+            target = gpu_target(device)
+            log.log(logging.INFO if target.is_known else logging.WARNING, "%s", target.describe())
         if media is not None:
             processes.callback(media.close)
             media.prepare()
@@ -133,6 +138,9 @@ def open_service(
         # Asking for the memory of another rank's device creates a CUDA context there, unless `kv_tokens` has done so.
         has_measured = chat is not None and options.max_total_tokens is None
         context.memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))
+        if options.check_hashes:
+            with clock.phase("wait for the hashes of weights"):
+                wait_for_hashes()
         service = OmniService(
             _info(
                 artifact.manifest,

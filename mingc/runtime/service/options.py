@@ -98,7 +98,7 @@ class EngineOptions:
         False,
         "--check-hashes/--no-check-hashes",
         group="Checks before serving",
-        help="Compare the hash of every file before loading.",
+        help="Compare the hash of every file before the service is ready.",
     )
     loads_speech: bool = option(
         True, help="Load the speech stages of the artifact; without them speech is refused."
