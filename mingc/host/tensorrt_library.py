@@ -17,8 +17,9 @@ RTX = "tensorrt_rtx"
 CLASSIC = "tensorrt"
 TITLES = {RTX: "TensorRT for RTX", CLASSIC: "TensorRT"}
 DISTRIBUTIONS = {RTX: "tensorrt-rtx", CLASSIC: "tensorrt"}
-INSTALL = "pip install 'mingc[tensorrt]'"
-INSTALLS = {RTX: INSTALL, CLASSIC: "pip install 'mingc[tensorrt-classic]'"}
+INSTALL = "pip install 'mingc[tensorrt-runtime]'"
+INSTALL_FOR_CARDS = "pip install 'mingc[onnx,tensorrt-runtime]'"
+INSTALL_COMPILER = {RTX: "pip install 'mingc[tensorrt]'", CLASSIC: "pip install 'mingc[tensorrt-classic]'"}
 COMPILERS = {RTX: "torch-tensorrt-rtx", CLASSIC: "torch-tensorrt"}
 """The distribution of torch-tensorrt for each library; both have the package `torch_tensorrt`."""
 
@@ -57,9 +58,9 @@ def compiler_problem(torch_release: str, capability: Capability | None) -> str |
         return (
             f"on a GPU of compute capability {card} {TITLES[RTX]} runs in version {_UNLISTED} only, and torch-tensorrt "
             f"takes that with torch {' or '.join(_TORCH_OF_UNLISTED)}, here is {torch_release}: pip install "
-            f"'torch==2.11.*' {INSTALL.removeprefix('pip install ')}{_PIN}"
+            f"'torch==2.11.*' {INSTALL_COMPILER[RTX].removeprefix('pip install ')}{_PIN}"
         )
-    install = f"{INSTALLS[library or RTX]} '{COMPILERS[library or RTX]}=={release}.*'"
+    install = f"{INSTALL_COMPILER[library or RTX]} '{COMPILERS[library or RTX]}=={release}.*'"
     if library in (None, RTX) and not is_listed:
         install += _PIN
     if library is None:

@@ -225,7 +225,7 @@ def test_a_missing_library_is_named_with_its_installation(
     for library in (None, "tensorrt"):  # the classic library builds for no other machine
         monkeypatch.setattr(tensorrt_backend, "find_library", lambda library=library: library)
         with pytest.raises(
-            ConfigError, match=r"needs tensorrt-rtx, not installed: pip install 'mingc\[tensorrt\]'"
+            ConfigError, match=r"tensorrt-rtx, not installed: pip install 'mingc\[onnx,tensorrt-runtime\]'"
         ):
             recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
 
@@ -737,7 +737,7 @@ def test_an_engine_of_another_version_gpu_or_library_is_refused(
     monkeypatch.setattr(loader, "import_library", absent)
     with pytest.raises(ArtifactError, match="needs TensorRT for RTX, which cannot be imported") as refused:
         loader.TensorRtEngine(path, CPU)
-    assert refused.value.fix == "pip install 'mingc[tensorrt]'"
+    assert refused.value.fix == "pip install 'mingc[tensorrt-runtime]'"
     with pytest.raises(ArtifactError, match=r"for a GPU of compute capability 8.6 or 8.9, not for a CPU"):
         loader.load(path, CPU)
 

@@ -141,7 +141,7 @@ def build_engine_file(
     """
     cards = rtx_capabilities(target)
     graph = (
-        _program_graph(program, library, where)
+        program_graph(program, library, where)
         if cards is None
         else _onnx_graph(program, library, cards, where)
     )
@@ -224,7 +224,7 @@ class _Weightless(nn.Module):
         return values
 
 
-def _program_graph(program: torch.export.ExportedProgram, library: str, where: str) -> _Graph:
+def program_graph(program: torch.export.ExportedProgram, library: str, where: str) -> _Graph:
     """`program` as one that takes its weights after its inputs, and returns new states after its outputs.
 
     Raises: CompileError when a size varies: plans for a GPU have the sizes of one bucket.
@@ -257,7 +257,7 @@ def _program_graph(program: torch.export.ExportedProgram, library: str, where: s
             library=library,
             inputs=(*inputs, *weights),
             outputs=len(outputs),
-            decomposes_attention=_needs_decomposition(pure),
+            decomposes_attention=needs_decomposition(pure),
         ),
         inputs=tuple(inputs),
         weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in weights),
@@ -276,7 +276,7 @@ def _constants(program: torch.export.ExportedProgram) -> bytes:
     return b"".join(values)
 
 
-def _needs_decomposition(program: torch.export.ExportedProgram) -> bool:
+def needs_decomposition(program: torch.export.ExportedProgram) -> bool:
     """Whether torch-tensorrt (2.11) has no converter for an attention: it needs equal shapes and no shared heads."""
     attentions = program.graph.find_nodes(
         op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default

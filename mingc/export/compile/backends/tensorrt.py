@@ -21,7 +21,13 @@ from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
 from mingc.host.machine import gpu
-from mingc.host.tensorrt_library import INSTALL, RTX, compiler_problem, compiling_library, find_library
+from mingc.host.tensorrt_library import (
+    INSTALL_FOR_CARDS,
+    RTX,
+    compiler_problem,
+    compiling_library,
+    find_library,
+)
 
 _PACKAGES = (
     "onnx",
@@ -65,7 +71,7 @@ class TensorRtBackend(Backend):
         if find_library() != RTX:
             absent.append("tensorrt-rtx")
         if absent:
-            return f"needs {', '.join(absent)}, not installed: {INSTALL}"
+            return f"needs {', '.join(absent)}, not installed: {INSTALL_FOR_CARDS}"
         if dtype != "float32":
             return f"ONNX Runtime's CPU kernels, which check engines for RTX cards, lack {dtype}; use --dtype float32"
         from mingc.export.compile.tensorrt_program import rtx_problem

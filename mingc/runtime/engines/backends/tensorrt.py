@@ -24,7 +24,7 @@ from mingc.host.machine import gpu
 from mingc.host.tensorrt_library import (
     DISTRIBUTIONS,
     INSTALL,
-    INSTALLS,
+    RTX,
     TITLES,
     find_library,
     import_library,
@@ -171,7 +171,7 @@ def _import(header: EngineHeader, path: Path) -> Any:
         raise ArtifactError(
             f"the engine needs {TITLES[header.library]}, which cannot be imported: {error}",
             where=str(path),
-            fix=INSTALLS[header.library],
+            fix=INSTALL if header.library == RTX else f"pip install {DISTRIBUTIONS[header.library]}",
         ) from error
 
 
