@@ -118,14 +118,14 @@ def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[st
 
     if job.library == RTX:
         sys.modules["tensorrt_rtx"] = trt  # what torch-tensorrt imports
-    logged = _Messages()
-    logging.getLogger().addHandler(logged)
     import torch_tensorrt
     from torch_tensorrt.dynamo import CompilationSettings
     from torch_tensorrt.dynamo.conversion import TRTInterpreter
     from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering, pre_export_lowering
 
     assert job.inputs is not None
+    logged = _Messages()
+    logging.getLogger().addHandler(logged)
     program = torch.export.load(io.BytesIO(content))
     settings = CompilationSettings(
         use_explicit_typing=True,  # precisions are those of the graph

@@ -54,6 +54,9 @@ _MAX_STATE_BYTES = 256 << 30
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
 _MAX_SCORE_BYTES = 16 << 30
+# torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is one of CUDA's own
+# kernels, so programs traced on a CPU would have none. TensorRT itself fuses products and softmax.
+DECOMPOSES_ATTENTION = True
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
 _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
 
@@ -257,7 +260,7 @@ def program_graph(program: torch.export.ExportedProgram, library: str, where: st
             library=library,
             inputs=(*inputs, *weights),
             outputs=len(outputs),
-            decomposes_attention=needs_decomposition(pure),
+            decomposes_attention=DECOMPOSES_ATTENTION,
         ),
         inputs=tuple(inputs),
         weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in weights),
@@ -274,17 +277,6 @@ def _constants(program: torch.export.ExportedProgram) -> bytes:
         if isinstance(value, Tensor)
     ]
     return b"".join(values)
-
-
-def needs_decomposition(program: torch.export.ExportedProgram) -> bool:
-    """Whether torch-tensorrt (2.11) has no converter for an attention: it needs equal shapes and no shared heads."""
-    attentions = program.graph.find_nodes(
-        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-    )
-    return any(
-        node.kwargs.get("enable_gqa") or len({each.meta["val"].shape for each in node.args[:3]}) > 1
-        for node in attentions
-    )
 
 
 def _is_whole(path: Path) -> bool:
