@@ -11,7 +11,7 @@ Parts, in the order given:
 
 Every slow step is a process with its own limit, so that a step that fails, crashes or hangs leaves the others. After
 each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched,
-but `--decompose-attention` builds TensorRT's engines with attention as matrix products and a softmax.
+but `--keep-attention` lets torch-tensorrt convert attention instead of matrix products and a softmax.
 
 `--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes what a backend
 builds from, of the part `released` on a CPU, and nothing else.
@@ -193,7 +193,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
 
 
 def build(
-    case: Case, folder: Path, backend_name: str, target: str, *, dry: bool, decomposes: bool = False
+    case: Case, folder: Path, backend_name: str, target: str, *, dry: bool, keeps_attention: bool = False
 ) -> dict[str, Any]:
     """Build one engine of a case as an export does; with `dry` only what it is built from, on a CPU."""
     import torch
@@ -204,8 +204,7 @@ def build(
     from mingc.export.compile.trace import trace_graph
     from mingc.host.tensorrt_library import RTX
 
-    if decomposes:
-        tensorrt_program.needs_decomposition = lambda program: True
+    tensorrt_program.DECOMPOSES_ATTENTION = not keeps_attention
 
     device = "cpu" if dry else target
     started = time.perf_counter()
@@ -218,13 +217,8 @@ def build(
     backend.check_graph(plan, module, lambda: program, where=case.name)
     if dry and backend_name == "tensorrt":
         graph = tensorrt_program.program_graph(program, RTX, case.name)
-        found = {"weights": len(graph.weights), "decomposes_attention": graph.job.decomposes_attention}
-        return {
-            **row,
-            "program_s": time.perf_counter() - captured,
-            "program_bytes": len(graph.content),
-            **found,
-        }
+        seconds = time.perf_counter() - captured
+        return {**row, "program_s": seconds, "bytes": len(graph.content), "weights": len(graph.weights)}
     if dry:
         model = to_onnx(program, case.name)
         dynamic = [each.name for each in model.graph.input if _is_dynamic(each)]
@@ -472,7 +466,7 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
             words += ["--sizes", str(given.sizes), "--backend", name, "--target", given.target]
             words += ["--dtype", given.dtype]
             words += ["--dry-run"] if given.dry_run else []
-            words += ["--decompose-attention"] if given.decompose_attention else []
+            words += ["--keep-attention"] if given.keep_attention else []
             limit = min(given.build_limit, end - measuring_s - time.monotonic())
             label = f"build-{case.name}.{name}"
             started = driver.start(label, driver.part(*words), limit, case.environment)
@@ -627,7 +621,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-backend-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--decompose-attention", action="store_true")
+    parser.add_argument("--keep-attention", action="store_true")
     for name in ("--part", "--case"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -648,7 +642,7 @@ def main() -> None:
     (case,) = [each for each in every if each.name == given.case]
     if given.part == "build":
         name = f"build-{case.name}.{given.backend}"
-        words = {"dry": given.dry_run, "decomposes": given.decompose_attention}
+        words = {"dry": given.dry_run, "keeps_attention": given.keep_attention}
         found = build(case, given.folder, given.backend, given.target, **words)
     else:
         name = f"measure-{case.name}"

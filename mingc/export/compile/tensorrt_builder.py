@@ -127,6 +127,11 @@ def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[st
     logged = _Messages()
     logging.getLogger().addHandler(logged)
     program = torch.export.load(io.BytesIO(content))
+    for node in program.graph.nodes:
+        if (
+            node.target is torch.ops.aten.view.default
+        ):  # the operators that replace attention have other strides
+            node.target = torch.ops.aten.reshape.default
     settings = CompilationSettings(
         use_explicit_typing=True,  # precisions are those of the graph
         disable_tf32=True,
