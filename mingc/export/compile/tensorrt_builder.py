@@ -61,8 +61,10 @@ class RefusedError(Exception):
 def build_plan(graph: bytes, job: BuildJob) -> bytes:
     """The serialized plan of an ONNX model or of an exported program. Raises: RefusedError."""
     trt = import_library(job.library)
-    made = _parse(trt, graph) if job.inputs is None else _convert(trt, graph, job)
-    builder, network, messages = made
+    # `_owner` has the memory of the network's constants.
+    builder, network, messages, _owner = (
+        _parse(trt, graph) if job.inputs is None else _convert(trt, graph, job)
+    )
     _allow_decomposition(trt, network)
     config = builder.create_builder_config()
     config.clear_flag(trt.BuilderFlag.TF32)  # 1.4 seems to ignore it: see docs/backends.md
@@ -85,8 +87,11 @@ def build_plan(graph: bytes, job: BuildJob) -> bytes:
     return bytes(plan)
 
 
-def _parse(trt: Any, model: bytes) -> tuple[Any, Any, list[str]]:
-    """Builder, network and the list of TensorRT's errors, from an ONNX model. Raises: RefusedError."""
+def _parse(trt: Any, model: bytes) -> tuple[Any, Any, list[str], Any]:
+    """Builder, network, the list of TensorRT's errors, and the network's owner, from an ONNX model.
+
+    Raises: RefusedError.
+    """
     logger, messages = make_logger(trt)
     builder = trt.Builder(logger)
     flags = 0
@@ -98,7 +103,7 @@ def _parse(trt: Any, model: bytes) -> tuple[Any, Any, list[str]]:
     if not parser.parse(model):
         reasons = [parser.get_error(index).desc() for index in range(parser.num_errors)]
         raise RefusedError(f"{trt.__version__} refuses the graph: {_joined(reasons or messages)}")
-    return builder, network, messages
+    return builder, network, messages, parser
 
 
 class _Messages(logging.Handler):
@@ -112,8 +117,8 @@ class _Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[str]]:
-    """Builder, network and the list of errors, from a serialized exported program. Raises: RefusedError."""
+def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[str], Any]:
+    """The same from a serialized exported program. Raises: RefusedError."""
     import torch
 
     if job.library == RTX:
@@ -165,7 +170,7 @@ def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[st
         )
     for index, name in enumerate(job.inputs):
         network.get_input(index).name = name
-    return interpreter.builder, network, logged.texts
+    return interpreter.builder, network, logged.texts, interpreter
 
 
 def _allow_decomposition(trt: Any, network: Any) -> None:

@@ -54,8 +54,8 @@ _MAX_STATE_BYTES = 256 << 30
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
 _MAX_SCORE_BYTES = 16 << 30
-# torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a kernel of CUDA,
-# so a program traced on a CPU would have none. TensorRT itself fuses products and softmax.
+# torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a CUDA
+# kernel, so a program traced on a CPU would have none. TensorRT itself fuses products and softmax.
 DECOMPOSES_ATTENTION = True
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
 _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
