@@ -46,7 +46,7 @@ from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import BuildJob, Range
+from mingc.export.compile.tensorrt_builder import BuildJob, Range, write_rows
 from mingc.export.compile.trace import capture, trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
@@ -56,7 +56,7 @@ from mingc.export.tasks.check_graph import check_graph
 from mingc.export.tasks.compile_engine import build_engine
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.tasks.graph_task import GraphTask
-from mingc.export.weights.loading import float32_module, write_weights
+from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.host import tensorrt_library
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
@@ -555,7 +555,7 @@ def build_model(content: bytes, job: BuildJob, where: str) -> bytes:
     """In place of torch-tensorrt and TensorRT's builder: the exported program as an ONNX model with the job's names."""
     assert job.cards is None and not job.ranges, "for the GPU of this machine, with static sizes"
     program = torch.export.load(io.BytesIO(content))
-    assert not program.state_dict, "weights are inputs"
+    assert not program.state_dict and program.example_inputs is None, "no weights are saved"
     graph = (model := to_onnx(program, where)).graph
     given = [
         each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
@@ -814,6 +814,27 @@ def test_a_builder_that_crashes_is_an_error_of_the_export(
     assert refused.value.where == "test.graph"
 
 
+def test_writes_of_rows_become_writes_of_a_matrix() -> None:
+    """Against torch's own `index_put`: several indices, of several dims, negative ones, values that are broadcast."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 5, 2, 4, generator=generator)
+    slots, places = torch.tensor([[2], [0]]), torch.tensor([[4, -1 - 2, 0], [1, 3, -1]])
+    for indices, shape in (
+        ((slots, places), (2, 3, 2, 4)),
+        ((slots, places), (1, 1, 2, 4)),
+        ((slots.flatten(),), (2, 5, 2, 4)),
+        ((slots.flatten(),), (4,)),
+    ):
+        values = torch.randn(shape, generator=generator)
+        torch.testing.assert_close(write_rows(x, indices, values), x.index_put(indices, values))
+    for kept in (
+        (x, (None, places[0]), x[:, :3]),
+        (x, (slots[:, 0],), x[:2], True),
+        (x[0, 0], (slots[:, 0],), x[0, 0]),
+    ):
+        assert write_rows(*kept) is NotImplemented
+
+
 def test_a_job_reaches_the_builder_as_it_is() -> None:
     shapes = ((1, 4), (3, 4), (9, 4))
     for cards in (None, (), ("SM86", "SM120")):
@@ -889,7 +910,8 @@ def test_torch_tensorrt_converts_every_graph_for_a_gpu(
     config = stage.config(checkpoint)
     options = StageOptions(static_buckets=True, batch_sizes=(1, 2), dtype=dtype)
     plan = graph_of(stage, config, method, options)
-    module = float32_module(stage, config, checkpoint).to(dtype)
+    write_weights(checkpoint, stage, config, Shard(), dtype, tmp_path / "weights.safetensors")
+    module = load_module(stage, config, Shard(), tmp_path / "weights.safetensors")
     sizes = options.engine_sizes(plan)[0]
     backend = BACKEND.for_graph(plan, sizes, "cuda")
     program = trace_graph(backend, plan, module, stage=name, sizes=sizes, device="cpu")

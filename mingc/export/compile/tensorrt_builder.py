@@ -18,11 +18,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.codec import decode
 from mingc.host.parent_watchdog import watch_pipe
 from mingc.host.tensorrt_library import RTX, import_library, make_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -117,6 +120,29 @@ class _Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+def write_rows(
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    """`aten.index_put` with one index of one dim, the only kind that torch-tensorrt (2.11) converts.
+
+    Indices of several dims, and several indices, become numbers of rows of `x` as a matrix; `NotImplemented` keeps any
+    other call as it is.
+    """
+    first, given = indices[0], [each for each in indices if each is not None]
+    is_simple = x.dim() == 2 and first is not None and first.dim() == 1 and values.dim() == 2
+    if accumulate or len(given) < len(indices) or any(not each.dtype.is_signed for each in given):
+        return NotImplemented  # type: ignore[no-any-return]
+    if len(given) == 1 and is_simple:
+        return NotImplemented  # type: ignore[no-any-return]
+    leading, rest = x.shape[: len(given)], x.shape[len(given) :]
+    row = given[0] * 0
+    for each, size in zip(given, leading, strict=True):
+        row = row * size + (each + size).remainder(size)
+    matrix, rows = x.reshape(leading.numel(), rest.numel()), row.reshape(-1)
+    written = values.expand(*row.shape, *rest).reshape(len(rows), rest.numel())
+    return matrix.index_put((rows,), written).reshape(x.shape)
+
+
 def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[str], Any]:
     """The same from a serialized exported program. Raises: RefusedError."""
     import torch
@@ -144,9 +170,9 @@ def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[st
         attn_bias_is_causal=False,
     )
     try:
-        lowered = pre_export_lowering(program, settings).run_decompositions(
-            get_decompositions(False, job.decomposes_attention)
-        )
+        operators = get_decompositions(False, job.decomposes_attention)
+        operators[torch.ops.aten.index_put.default] = write_rows
+        lowered = pre_export_lowering(program, settings).run_decompositions(operators)
         module = post_lowering(lowered.module(), settings)
         (output,) = module.graph.find_nodes(op="output")
         given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]

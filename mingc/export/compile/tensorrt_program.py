@@ -250,6 +250,7 @@ def program_graph(program: torch.export.ExportedProgram, library: str, where: st
         pure = torch.export.export(
             _Weightless(functional, weights), (*given[0], *(values[name] for name in weights)), strict=False
         )
+    pure.example_inputs = None  # the weights are among them
     saved = io.BytesIO()
     torch.export.save(pure, saved)
     outputs = tuple(f"output{index}" for index in range(len(pure.graph_signature.output_specs)))
