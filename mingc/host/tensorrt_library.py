@@ -11,8 +11,6 @@ import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mingc.artifacts.target import RTX_CAPABILITIES, Capability
-
 RTX = "tensorrt_rtx"
 CLASSIC = "tensorrt"
 TITLES = {RTX: "TensorRT for RTX", CLASSIC: "TensorRT"}
@@ -43,25 +41,23 @@ def compiling_library() -> str | None:
     return next((name for name, each in COMPILERS.items() if _version(each) is not None), None)
 
 
-def compiler_problem(torch_release: str, capability: Capability | None) -> str | None:
+def compiler_problem(torch_release: str, unlisted: str | None) -> str | None:
     """Why nothing can be compiled with torch-tensorrt here, with the `pip install`; None: the versions fit.
 
     Args:
         torch_release: as `2.11.0`.
-        capability: of the GPU; None: there is none, and the library is not compared with it.
+        unlisted: compute capability of the GPU, as `9.0`, if TensorRT for RTX does not list it.
     """
     release = ".".join(torch_release.split(".")[:2])
-    is_listed = capability is None or capability in RTX_CAPABILITIES
-    card = "" if capability is None else "{}.{}".format(*capability)
     library = compiling_library()
-    if library != CLASSIC and not is_listed and release not in _TORCH_OF_UNLISTED:
+    if library != CLASSIC and unlisted and release not in _TORCH_OF_UNLISTED:
         return (
-            f"on a GPU of compute capability {card} {TITLES[RTX]} runs in version {_UNLISTED} only, and torch-tensorrt "
+            f"on a GPU of compute capability {unlisted} {TITLES[RTX]} runs in version {_UNLISTED} only, and torch-tensorrt "
             f"takes that with torch {' or '.join(_TORCH_OF_UNLISTED)}, here is {torch_release}: pip install "
             f"'torch==2.11.*' {INSTALL_COMPILER[RTX].removeprefix('pip install ')}{_PIN}"
         )
     install = f"{INSTALL_COMPILER[library or RTX]} '{COMPILERS[library or RTX]}=={release}.*'"
-    if library in (None, RTX) and not is_listed:
+    if library != CLASSIC and unlisted:
         install += _PIN
     if library is None:
         return f"needs {COMPILERS[RTX]}, not installed: {install}"
@@ -71,8 +67,8 @@ def compiler_problem(torch_release: str, capability: Capability | None) -> str |
     if _module_name(library) is None:
         return f"needs {DISTRIBUTIONS[library]}, not installed: {install}"
     found = next(filter(None, map(_version, _RTX_BINDINGS)), "")
-    if library == RTX and not is_listed and not found.startswith(f"{_UNLISTED}."):
-        return f"{TITLES[RTX]} {found} does not run on a GPU of compute capability {card}: {install}"
+    if library == RTX and unlisted and not found.startswith(f"{_UNLISTED}."):
+        return f"{TITLES[RTX]} {found} does not run on a GPU of compute capability {unlisted}: {install}"
     return None
 
 

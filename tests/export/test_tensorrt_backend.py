@@ -230,16 +230,15 @@ def test_a_missing_library_is_named_with_its_installation(
             recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
 
 
-ADA, HOPPER = (8, 9), (9, 0)
+ADA, HOPPER = None, "9.0"
 RTX_211 = "pip install 'mingc[tensorrt]' 'torch-tensorrt-rtx==2.11.*'"
 PINNED = " 'tensorrt-rtx==1.4.0.76'"
 
 
 @pytest.mark.parametrize(
-    ("installed", "torch_release", "capability", "problem"),
+    ("installed", "torch_release", "unlisted", "problem"),
     [
         ({}, "2.11.0", ADA, f"needs torch-tensorrt-rtx, not installed: {RTX_211}"),
-        ({}, "2.11.0", None, f"needs torch-tensorrt-rtx, not installed: {RTX_211}"),
         ({}, "2.11.0", HOPPER, f"needs torch-tensorrt-rtx, not installed: {RTX_211}{PINNED}"),
         ({"torch-tensorrt-rtx": "2.11.0", "tensorrt-rtx": "1.7.1.116"}, "2.11.0", ADA, None),
         ({"torch-tensorrt-rtx": "2.11.0"}, "2.11.0", ADA, f"needs tensorrt-rtx, not installed: {RTX_211}"),
@@ -277,7 +276,7 @@ PINNED = " 'tensorrt-rtx==1.4.0.76'"
 def test_versions_that_do_not_fit_are_refused_with_the_installation_that_does(
     installed: dict[str, str],
     torch_release: str,
-    capability: tuple[int, int] | None,
+    unlisted: str | None,
     problem: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -293,7 +292,7 @@ def test_versions_that_do_not_fit_are_refused_with_the_installation_that_does(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name if modules.get(name) in installed else None
     )
-    assert tensorrt_library.compiler_problem(torch_release, capability) == problem
+    assert tensorrt_library.compiler_problem(torch_release, unlisted) == problem
 
 
 def test_cuda_takes_both_dtypes_and_needs_no_onnx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from mingc.artifacts.target import is_rtx
+from mingc.artifacts.target import RTX_CAPABILITIES, is_rtx
 from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
@@ -66,7 +66,8 @@ class TensorRtBackend(Backend):
             )
         if target == "cuda":
             here = gpu().capability if torch.cuda.is_available() else None
-            return compiler_problem(torch.__version__.split("+")[0], here)
+            unlisted = None if here is None or here in RTX_CAPABILITIES else "{}.{}".format(*here)
+            return compiler_problem(torch.__version__.split("+")[0], unlisted)
         absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if find_library() != RTX:
             absent.append("tensorrt-rtx")
