@@ -52,9 +52,9 @@ def compiler_problem(torch_release: str, unlisted: str | None) -> str | None:
     library = compiling_library()
     if library != CLASSIC and unlisted and release not in _TORCH_OF_UNLISTED:
         return (
-            f"on a GPU of compute capability {unlisted} {TITLES[RTX]} runs in version {_UNLISTED} only, and torch-tensorrt "
-            f"takes that with torch {' or '.join(_TORCH_OF_UNLISTED)}, here is {torch_release}: pip install "
-            f"'torch==2.11.*' {INSTALL_COMPILER[RTX].removeprefix('pip install ')}{_PIN}"
+            f"on a GPU of compute capability {unlisted} {TITLES[RTX]} runs in version {_UNLISTED} only, and "
+            f"torch-tensorrt takes that with torch {' or '.join(_TORCH_OF_UNLISTED)}, here is {torch_release}: "
+            f"pip install 'torch==2.11.*' {INSTALL_COMPILER[RTX].removeprefix('pip install ')}{_PIN}"
         )
     install = f"{INSTALL_COMPILER[library or RTX]} '{COMPILERS[library or RTX]}=={release}.*'"
     if library != CLASSIC and unlisted:
