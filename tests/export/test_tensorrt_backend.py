@@ -46,7 +46,7 @@ from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import BuildJob, Range, write_rows
+from mingc.export.compile.tensorrt_builder import BuildJob, Range, pad, write_rows
 from mingc.export.compile.trace import capture, trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
@@ -832,6 +832,14 @@ def test_writes_of_rows_become_writes_of_a_matrix() -> None:
         (x[0, 0], (slots[:, 0],), x[0, 0]),
     ):
         assert write_rows(*kept) is NotImplemented
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1, 2), (2, 1), (0, -1, 3, 0), (-1, 2, 0, 0, 1, -1)], ids=str)
+def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
+    x = torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4)
+    expected = nn.functional.pad(x, sizes, value=0.5)
+    padded = pad(x, sizes, 0.5)
+    assert padded.dtype == x.dtype and torch.equal(padded, expected)
 
 
 def test_a_job_reaches_the_builder_as_it_is() -> None:

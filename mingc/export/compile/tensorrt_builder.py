@@ -143,6 +143,20 @@ def write_rows(
     return matrix.index_put((rows,), written).reshape(x.shape)
 
 
+def pad(x: Tensor, sizes: Sequence[int], value: float = 0) -> Tensor:
+    """`aten.constant_pad_nd` by concatenation: torch-tensorrt (2.11) fills with an integer, which changes the dtype."""
+    import torch
+
+    for index in range(len(sizes) // 2):
+        dim, (low, high) = x.dim() - 1 - index, sizes[2 * index : 2 * index + 2]
+        begin = max(0, -low)
+        x = x.narrow(dim, begin, x.shape[dim] - begin - max(0, -high))
+        shapes = [[*x.shape[:dim], size, *x.shape[dim + 1 :]] for size in (max(0, low), max(0, high))]
+        before, after = (x.new_full(shape, value) for shape in shapes)
+        x = torch.cat([each for each in (before, x, after) if each.shape[dim]], dim)
+    return x
+
+
 def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[str], Any]:
     """The same from a serialized exported program. Raises: RefusedError."""
     import torch
@@ -172,6 +186,7 @@ def _convert(trt: Any, content: bytes, job: BuildJob) -> tuple[Any, Any, list[st
     try:
         operators = get_decompositions(False, job.decomposes_attention)
         operators[torch.ops.aten.index_put.default] = write_rows
+        operators[torch.ops.aten.constant_pad_nd.default] = pad
         lowered = pre_export_lowering(program, settings).run_decompositions(operators)
         module = post_lowering(lowered.module(), settings)
         (output,) = module.graph.find_nodes(op="output")
