@@ -10,10 +10,11 @@ Parts, in the order given:
 `auto`      `export --backend auto` of the speech stages of the tiny checkpoint, with the times it chose from.
 
 Every slow step is a process with its own limit, so that a step that fails, crashes or hangs leaves the others. After
-each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched.
+each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched,
+but `--keep-attention` lets torch-tensorrt convert attention instead of matrix products and a softmax.
 
-`--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes the ONNX
-models of the part `released` on a CPU, and nothing else.
+`--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes what a backend
+builds from, of the part `released` on a CPU, and nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
     "tensorrt_rtx": ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx"),
+    "torch_tensorrt": ("torch-tensorrt-rtx", "torch-tensorrt"),
     "onnx": ("onnx",),
     "onnxscript": ("onnxscript",),
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
@@ -97,7 +99,7 @@ SIZES: tuple[Mapping[str, Mapping[str, int]], ...] = (
     {
         "talker.step": {"B": 4},
         "talker.prefill": {"T": 128},
-        "vision_encoder.encode": {"M": 4096},
+        "vision_encoder.encode": {"M": 64},
         "audio_encoder.encode": {"N": 1, "T4": 750},
         "audio_vae.decode": {"L": 256},
         "audio_vae.encode": {"T": 128},
@@ -190,13 +192,19 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     return stage_name, plan, load_module(stage, checkpoint, dtype, device)
 
 
-def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool) -> dict[str, Any]:
-    """Build one engine of a case as an export does; with `dry` only its ONNX model, on a CPU."""
+def build(
+    case: Case, folder: Path, backend_name: str, target: str, *, dry: bool, keeps_attention: bool = False
+) -> dict[str, Any]:
+    """Build one engine of a case as an export does; with `dry` only what it is built from, on a CPU."""
     import torch
 
+    from mingc.export.compile import tensorrt_program
     from mingc.export.compile.backends import find_backend
     from mingc.export.compile.onnx_program import to_onnx
     from mingc.export.compile.trace import trace_graph
+    from mingc.host.tensorrt_library import RTX
+
+    tensorrt_program.DECOMPOSES_ATTENTION = not keeps_attention
 
     device = "cpu" if dry else target
     started = time.perf_counter()
@@ -207,6 +215,10 @@ def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool
     captured = time.perf_counter()
     row: dict[str, Any] = {"load_s": loaded - started, "capture_s": captured - loaded}
     backend.check_graph(plan, module, lambda: program, where=case.name)
+    if dry and backend_name == "tensorrt":
+        graph = tensorrt_program.program_graph(program, RTX, case.name)
+        seconds = time.perf_counter() - captured
+        return {**row, "program_s": seconds, "bytes": len(graph.content), "weights": len(graph.weights)}
     if dry:
         model = to_onnx(program, case.name)
         dynamic = [each.name for each in model.graph.input if _is_dynamic(each)]
@@ -279,6 +291,7 @@ def measure(case: Case, folder: Path, backends: tuple[str, ...], target: str) ->
             made = {each.name: value for each, value in zip(plan.spec.outputs, outputs, strict=True)}
             made.update({f"state.{each.name}": mine[each.name] for each in plan.spec.state})
             found["error"] = rule.worst_error(made, expected)
+            found["finite"] = all(bool(each.isfinite().all()) for each in outputs)
             found["within_limit"] = found["error"] <= row["limit"]
             steps[name] = lambda engine=engine, mine=mine: engine.run([mine[each.name] for each in tensors])
         except Exception as error:
@@ -396,7 +409,9 @@ def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows.append({"name": "latency_ms", **of, **each["ms"], "unit": "ms", **captured})
         if "error" in each:
             limit = {"tolerance": found["limit"], "n": 1, "unit": "of the largest value"}
-            rows.append({"name": "error", **of, "median": each["error"], **limit})
+            rows.append(
+                {"name": "error", **of, "median": each["error"], **limit, "finite": each.get("finite", True)}
+            )
             first = each["load_and_first_run_ms"]
             rows.append({"name": "load_and_first_run_ms", **of, "median": first, "n": 1, "unit": "ms"})
         if "refused" in each:
@@ -451,6 +466,7 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
             words += ["--sizes", str(given.sizes), "--backend", name, "--target", given.target]
             words += ["--dtype", given.dtype]
             words += ["--dry-run"] if given.dry_run else []
+            words += ["--keep-attention"] if given.keep_attention else []
             limit = min(given.build_limit, end - measuring_s - time.monotonic())
             label = f"build-{case.name}.{name}"
             started = driver.start(label, driver.part(*words), limit, case.environment)
@@ -605,6 +621,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-backend-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--keep-attention", action="store_true")
     for name in ("--part", "--case"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -625,7 +642,8 @@ def main() -> None:
     (case,) = [each for each in every if each.name == given.case]
     if given.part == "build":
         name = f"build-{case.name}.{given.backend}"
-        found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
+        words = {"dry": given.dry_run, "keeps_attention": given.keep_attention}
+        found = build(case, given.folder, given.backend, given.target, **words)
     else:
         name = f"measure-{case.name}"
         found = measure(case, given.folder, tuple(given.backend.split(",")), given.target)

@@ -21,7 +21,7 @@ from mingc.errors import ConfigError
 _LIBRARIES = {
     "onnx": "onnxruntime",
     "onnx-gpu": "onnxruntime-gpu",
-    "tensorrt": "tensorrt-rtx",
+    "tensorrt-runtime": "tensorrt-rtx",
 }  # what runs the engines of an extra's backend
 # `serve` depends on onnxruntime; both have the same package, and pip does not say which files stay.
 _ONLY_FOR_CUDA = """\
@@ -117,7 +117,7 @@ def _wheels(folder: Path, manifest: Manifest, *, takes_tensorrt: bool) -> Mappin
     found, names = _wheel_files(folder), _wheel_names(folder)
     extras = runtime_extras(manifest)
     # NVIDIA's libraries are not required: its licence may forbid passing them on.
-    needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt"}
+    needed = {each for extra, each in _LIBRARIES.items() if extra in extras and extra != "tensorrt-runtime"}
     lacking = sorted({"mingc", "torch"} - names) + sorted(needed - names)
     if lacking:
         raise ConfigError(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _EXTRAS = ("serve", "sign")
 # Backends whose engines run in a library; ONNX Runtime has a distribution for each device.
-_EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "tensorrt": "tensorrt"}}
+_EXTRAS_OF_BACKENDS = {"cpu": {"onnx": "onnx"}, "cuda": {"onnx": "onnx-gpu", "tensorrt": "tensorrt-runtime"}}
 
 
 def runtime_extras(manifest: Manifest) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """TensorRT engines: targets, files, the loader over a stand-in for the library, and real builds for RTX cards.
 
-No GPU is here. Builds need TensorRT for RTX 1.7, which needs none; they are skipped where it is not installed. The
-stand-in runs the ONNX model that is given to it as a plan, at the addresses that the loader sets.
+No GPU is here. TensorRT for RTX builds without one for cards that it lists; such tests are skipped where it, or
+torch-tensorrt, is not installed. The stand-in runs the ONNX model that is given to it as a plan, at the addresses that
+the loader sets.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib.util
+import io
 import json
+import subprocess
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +31,7 @@ from safetensors.torch import load_file
 from sliding_window import Sliding
 from stage_checks import graph_of
 from torch import Tensor, nn
+from torch.export.graph_signature import InputKind
 
 from mingc.artifacts.artifact import check_fingerprint
 from mingc.artifacts.codec import decode, encode
@@ -41,7 +46,7 @@ from mingc.export.compile.backends import onnx as onnx_backend
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import BuildJob, Range
+from mingc.export.compile.tensorrt_builder import BuildJob, Range, pad, write_rows
 from mingc.export.compile.trace import capture, trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.source import open_source
@@ -51,12 +56,16 @@ from mingc.export.tasks.check_graph import check_graph
 from mingc.export.tasks.compile_engine import build_engine
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.tasks.graph_task import GraphTask
-from mingc.export.weights.loading import float32_module, write_weights
+from mingc.export.weights.loading import float32_module, load_module, write_weights
+from mingc.host import tensorrt_library
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import tensorrt as loader
 
 needs_library = pytest.mark.skipif(
-    importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT for RTX is not installed"
+    importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="TensorRT for RTX is not installed"
+)
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("torch_tensorrt") is None, reason="torch-tensorrt is not installed"
 )
 
 
@@ -146,7 +155,9 @@ def test_what_the_traced_graph_shows_is_refused_before_anything_is_built() -> No
     library.impl("twice", torch.empty_like, "Meta")
     x, rows = torch.zeros(2, 4, 8), torch.export.Dim("rows", min=1, max=1 << 33)
     assert "no Fourier transform (fft_rfft)" in str(early(Spectrum(), (x,), ({},)))
-    assert "the operator mingc_test::twice has no ONNX translation" in str(early(Foreign(), (x,), ({},)))
+    assert "neither torch-tensorrt nor torch.onnx converts the operator mingc_test::twice" in str(
+        early(Foreign(), (x,), ({},))
+    )
     refused = early(Paged(), (x[0], torch.zeros(3, 4, 8)), ({}, {0: rows}))
     assert refused == (
         "pages may have up to 1024 GiB, and TensorRT plans for the largest sizes (limit 256 GiB), so it cannot hold "
@@ -213,23 +224,85 @@ def test_a_missing_library_is_named_with_its_installation(
 ) -> None:
     for library in (None, "tensorrt"):  # the classic library builds for no other machine
         monkeypatch.setattr(tensorrt_backend, "find_library", lambda library=library: library)
-        for target in ("rtx:sm89", "cuda"):
-            with pytest.raises(
-                ConfigError, match=r"needs tensorrt-rtx, not installed: pip install 'mingc\[tensorrt\]'"
-            ):
-                recipe(tmp_path, target=target, backend=("tensorrt",))
+        with pytest.raises(
+            ConfigError, match=r"tensorrt-rtx, not installed: pip install 'mingc\[onnx,tensorrt-runtime\]'"
+        ):
+            recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
 
 
-def test_cuda_takes_both_dtypes_and_needs_no_onnx_runtime(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+ADA, HOPPER = None, "9.0"
+RTX_211 = "pip install 'mingc[tensorrt]' 'torch-tensorrt-rtx==2.11.*'"
+PINNED = " 'tensorrt-rtx==1.4.0.76'"
+
+
+@pytest.mark.parametrize(
+    ("installed", "torch_release", "unlisted", "problem"),
+    [
+        ({}, "2.11.0", ADA, f"needs torch-tensorrt-rtx, not installed: {RTX_211}"),
+        ({}, "2.11.0", HOPPER, f"needs torch-tensorrt-rtx, not installed: {RTX_211}{PINNED}"),
+        ({"torch-tensorrt-rtx": "2.11.0", "tensorrt-rtx": "1.7.1.116"}, "2.11.0", ADA, None),
+        ({"torch-tensorrt-rtx": "2.11.0"}, "2.11.0", ADA, f"needs tensorrt-rtx, not installed: {RTX_211}"),
+        (
+            {"torch-tensorrt-rtx": "2.1.0", "tensorrt-rtx": "1.4.0.76"},
+            "2.11.0",
+            ADA,
+            f"torch-tensorrt-rtx 2.1.0 is for another torch than 2.11.0: {RTX_211}",
+        ),
+        ({"torch-tensorrt-rtx": "2.11.0", "tensorrt-rtx": "1.4.0.76"}, "2.11.0", HOPPER, None),
+        (
+            {"torch-tensorrt-rtx": "2.11.0", "tensorrt-rtx": "1.7.1.116"},
+            "2.11.0",
+            HOPPER,
+            f"TensorRT for RTX 1.7.1.116 does not run on a GPU of compute capability 9.0: {RTX_211}{PINNED}",
+        ),
+        (
+            {"torch-tensorrt-rtx": "2.13.0", "tensorrt-rtx": "1.5.0.114"},
+            "2.13.0",
+            HOPPER,
+            "on a GPU of compute capability 9.0 TensorRT for RTX runs in version 1.4 only, and torch-tensorrt takes "
+            "that with torch 2.11 or 2.12, here is 2.13.0: pip install 'torch==2.11.*' 'mingc[tensorrt]'"
+            + PINNED,
+        ),
+        ({"torch-tensorrt": "2.13.0", "tensorrt": "10.15"}, "2.13.0", HOPPER, None),
+        (
+            {"torch-tensorrt": "2.12.1", "tensorrt": "10.15"},
+            "2.13.0",
+            HOPPER,
+            "torch-tensorrt 2.12.1 is for another torch than 2.13.0: pip install 'mingc[tensorrt-classic]' "
+            "'torch-tensorrt==2.13.*'",
+        ),
+    ],
+)
+def test_versions_that_do_not_fit_are_refused_with_the_installation_that_does(
+    installed: dict[str, str],
+    torch_release: str,
+    unlisted: str | None,
+    problem: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = importlib.util.find_spec
-    found = real("json")
-    absent = {"onnxruntime"}
+    """The pairs are those of the wheels' metadata: torch-tensorrt 2.12 takes TensorRT for RTX 1.4, 2.13 takes 1.5."""
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    modules = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
+    monkeypatch.setattr(tensorrt_library, "version", version)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if modules.get(name) in installed else None
+    )
+    assert tensorrt_library.compiler_problem(torch_release, unlisted) == problem
+
+
+def test_cuda_takes_both_dtypes_and_needs_no_onnx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, absent = importlib.util.find_spec, {"onnx", "onnxruntime", "onnxscript"}
+    installed = {"torch-tensorrt-rtx": torch.__version__, "tensorrt-rtx": "1.4.0.76"}
+    monkeypatch.setattr(tensorrt_library, "_version", installed.get)
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name: None if name in absent else found if name == "tensorrt_rtx_bindings" else real(name),
+        lambda name: None if name in absent else real("json" if name == "tensorrt_rtx" else name),
     )
     words: dict[str, Any] = {"target": "cuda", "stages": ("talker", "cfm", "audio_vae")}
     for dtype in ("float32", "bfloat16"):
@@ -239,10 +312,10 @@ def test_cuda_takes_both_dtypes_and_needs_no_onnx_runtime(
             "aoti",
             "tensorrt",
         )
-    with pytest.raises(ConfigError, match="needs onnxruntime, not installed"):
+    with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime, not installed"):
         recipe(tmp_path, target="rtx:sm89", backend=("tensorrt",))
-    absent.add("onnxscript")
-    with pytest.raises(ConfigError, match="needs onnxscript, not installed"):
+    del installed["torch-tensorrt-rtx"]
+    with pytest.raises(ConfigError, match="needs torch-tensorrt-rtx, not installed"):
         recipe(tmp_path, backend=("tensorrt",), **words)
 
 
@@ -262,7 +335,7 @@ def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
 def test_graphs_of_speech_and_encoders_are_not_refused_for_a_gpu(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_backend, "compiler_problem", lambda *words: None)
     found = refusals(stage, "tensorrt")
     assert found and not any(found.values())
 
@@ -271,7 +344,7 @@ def test_the_vision_encoder_is_refused_for_a_gpu_and_left_to_aoti_by_auto(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The builder asked for as much memory on an H100: four heads, 65,536 patches, four bytes."""
-    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_backend, "compiler_problem", lambda *words: None)
     assert 4 * 65_536**2 * 4 == 68_719_476_736 == 64 << 30
     with pytest.raises(
         CompileError, match="up to 64 GiB of scores, which TensorRT holds in memory"
@@ -285,7 +358,7 @@ def test_the_vision_encoder_is_refused_for_a_gpu_and_left_to_aoti_by_auto(
 def test_the_thinker_is_refused_for_a_gpu_and_auto_leaves_its_pages_to_aoti(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_backend, "compiler_problem", lambda *words: None)
     with pytest.raises(CompileError, match="so it cannot hold pages of a pool") as refused:
         refusals("thinker", "tensorrt")
     assert "--backend aoti:STAGE" in (refused.value.fix or "")
@@ -466,18 +539,36 @@ def test_an_engine_reads_and_writes_the_tensors_it_is_given(
 
 @pytest.fixture
 def on_gpu(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export path for a GPU with tensors on the CPU; the plan that is built is the ONNX model."""
+    """The export path for a GPU with tensors on the CPU; the plan that is built is an ONNX model of the program."""
     card = SimpleNamespace(capability=(8, 9))
     monkeypatch.setattr(ExportRecipe, "device", "cpu")
-    monkeypatch.setattr(tensorrt_backend, "find_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_backend, "compiler_problem", lambda *words: None)
+    monkeypatch.setattr(tensorrt_backend, "compiling_library", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(tensorrt_program, "version", lambda name: "2.11.0")
     monkeypatch.setattr(tensorrt_program, "import_library", lambda name: StandIn)
     monkeypatch.setattr(tensorrt_program, "gpu", lambda: card)
     monkeypatch.setattr(tensorrt_program, "_build", build_model)
 
 
-def build_model(model: bytes, job: BuildJob, where: str) -> bytes:
+def build_model(content: bytes, job: BuildJob, where: str) -> bytes:
+    """In place of torch-tensorrt and TensorRT's builder: the exported program as an ONNX model with the job's names."""
     assert job.cards is None and not job.ranges, "for the GPU of this machine, with static sizes"
-    return model
+    program = torch.export.load(io.BytesIO(content))
+    assert not program.state_dict and program.example_inputs is None, "no weights are saved"
+    graph = (model := to_onnx(program, where)).graph
+    given = [
+        each.arg.name for each in program.graph_signature.input_specs if each.kind is InputKind.USER_INPUT
+    ]
+    assert job.inputs is not None and len(given) == len(job.inputs) and len(graph.output) == job.outputs
+    names = dict(zip(given, job.inputs, strict=True))
+    names |= {each.name: f"output{index}" for index, each in enumerate(graph.output)}
+    for node in graph.node:
+        for held in (node.input, node.output):
+            held[:] = [names.get(name, name) for name in held]
+    for each in (*graph.input, *graph.output):
+        each.name = names.get(each.name, each.name)
+    content = model.SerializeToString()
+    return content
 
 
 def replay_on_stand_in(
@@ -645,7 +736,7 @@ def test_an_engine_of_another_version_gpu_or_library_is_refused(
     monkeypatch.setattr(loader, "import_library", absent)
     with pytest.raises(ArtifactError, match="needs TensorRT for RTX, which cannot be imported") as refused:
         loader.TensorRtEngine(path, CPU)
-    assert refused.value.fix == "pip install 'mingc[tensorrt]'"
+    assert refused.value.fix == "pip install 'mingc[tensorrt-runtime]'"
     with pytest.raises(ArtifactError, match=r"for a GPU of compute capability 8.6 or 8.9, not for a CPU"):
         loader.load(path, CPU)
 
@@ -722,8 +813,134 @@ def test_a_builder_that_crashes_is_an_error_of_the_export(
     assert refused.value.where == "test.graph"
 
 
+def test_writes_of_rows_become_writes_of_a_matrix() -> None:
+    """Against torch's own `index_put`: several indices, of several dims, negative ones, values that are broadcast."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(3, 5, 2, 4, generator=generator)
+    slots, places = torch.tensor([[2], [0]]), torch.tensor([[4, -1 - 2, 0], [1, 3, -1]])
+    for indices, shape in (
+        ((slots, places), (2, 3, 2, 4)),
+        ((slots, places), (1, 1, 2, 4)),
+        ((slots.flatten(),), (2, 5, 2, 4)),
+        ((slots.flatten(),), (4,)),
+    ):
+        values = torch.randn(shape, generator=generator)
+        torch.testing.assert_close(write_rows(x, indices, values), x.index_put(indices, values))
+    for kept in (
+        (x, (None, places[0]), x[:, :3]),
+        (x, (slots[:, 0],), x[:2], True),
+        (x[0, 0], (slots[:, 0],), x[0, 0]),
+    ):
+        assert write_rows(*kept) is NotImplemented
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 1, 2), (2, 1), (0, -1, 3, 0), (-1, 2, 0, 0, 1, -1)], ids=str)
+def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
+    x = torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4)
+    expected = nn.functional.pad(x, sizes, value=0.5)
+    padded = pad(x, sizes, 0.5)
+    assert padded.dtype == x.dtype and torch.equal(padded, expected)
+
+
 def test_a_job_reaches_the_builder_as_it_is() -> None:
     shapes = ((1, 4), (3, 4), (9, 4))
     for cards in (None, (), ("SM86", "SM120")):
         job = BuildJob(library="tensorrt_rtx", ranges=(Range(name="x", shapes=shapes),), cards=cards)
         assert decode(BuildJob, json.loads(json.dumps(encode(job)))) == job
+
+
+# torch-tensorrt (2.11 to 2.13) asks the driver for a GPU when it is imported and for the default device; it then
+# converts on the CPU, and TensorRT for RTX builds for cards that are not here.
+_CONVERT = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+torch.cuda.get_device_capability = lambda *words: (8, 9)
+torch.cuda.get_device_properties = lambda *words: SimpleNamespace(name="", major=8, minor=9, total_memory=1 << 34)
+torch.cuda.current_device = lambda: 0
+from mingc.export.compile import tensorrt_builder
+sys.stdin = open(0)
+sys.exit(tensorrt_builder.main())
+"""
+
+
+@pytest.fixture
+def converting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The backend as on a GPU of capability 8.9, with tensors on the CPU; torch-tensorrt and the builder are real."""
+    script = tmp_path / "converting.py"
+    script.write_text(_CONVERT, encoding="ascii")
+    real = subprocess.Popen
+
+    def popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return real([words[0], "-W", "ignore", str(script), words[-1]], **options)
+
+    def build(content: bytes, job: BuildJob, where: str) -> bytes:
+        return tensorrt_build(content, dataclasses.replace(job, cards=("SM89",)), where)
+
+    tensorrt_build = tensorrt_program._build
+    monkeypatch.setattr(tensorrt_program, "_build", build)
+    monkeypatch.setattr(tensorrt_program.subprocess, "Popen", popen)
+    monkeypatch.setattr(tensorrt_program, "gpu", lambda: SimpleNamespace(capability=(8, 9)))
+
+
+@needs_library
+@needs_compiler
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "graph",
+    [
+        "cfm.speaker",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (
+                "vision_encoder.encode",
+                "audio_encoder.encode",
+                "talker.prefill",
+                "talker.step",
+                "cfm.aggregate",
+                "cfm.sample",
+                "audio_vae.decode",
+                "audio_vae.encode",
+                "audio_vae.stream",
+            )
+        ),
+    ],
+)
+def test_torch_tensorrt_converts_every_graph_for_a_gpu(
+    graph: str, dtype: torch.dtype, converting: None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Plans without weights; nothing runs them here."""
+    name, _, method = graph.partition(".")
+    stage = find(name)
+    config = stage.config(checkpoint)
+    options = StageOptions(static_buckets=True, batch_sizes=(1, 2), dtype=dtype)
+    plan = graph_of(stage, config, method, options)
+    write_weights(checkpoint, stage, config, Shard(), dtype, tmp_path / "weights.safetensors")
+    module = load_module(stage, config, Shard(), tmp_path / "weights.safetensors")
+    sizes = options.engine_sizes(plan)[0]
+    backend = BACKEND.for_graph(plan, sizes, "cuda")
+    program = trace_graph(backend, plan, module, stage=name, sizes=sizes, device="cpu")
+    backend.compile(program, tmp_path / "engine.trt", device="cuda", cache=None, where=graph)
+    file = read_engine(tmp_path / "engine.trt")
+    assert file.header.capabilities == ("8.9",) and not file.model and file.plan
+    assert {*file.header.weights} <= {*module.state_dict()} and len(file.header.state) == len(plan.spec.state)
+    assert len(file.header.outputs) == len(plan.spec.outputs) + len(plan.spec.state)
+    largest = max(
+        (module.state_dict()[weight] for weight in file.header.weights), key=lambda each: each.nbytes
+    )
+    stored = largest.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    assert stored[:64].strip(b"\0") and stored[:64] not in file.plan, "weights are inputs"
+
+
+@needs_library
+@needs_compiler
+def test_a_graph_that_torch_tensorrt_refuses_is_an_error_of_the_export(
+    converting: None, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        program = torch.export.export(Spectrum(), (torch.randn(2, 8),), strict=False)
+    with pytest.raises(CompileError, match=r"TensorRT for RTX .*torch-tensorrt [\d.]+\S* .*fft") as refused:
+        BACKEND.compile(program, tmp_path / "x.trt", device="cuda", cache=None, where="test.graph")
+    assert refused.value.where == "test.graph" and "--backend aoti:STAGE" in (refused.value.fix or "")

@@ -377,7 +377,7 @@ def test_libraries_of_nvidia_are_packed_only_when_asked_to(
     rtx = _with_backend(manifest, "tensorrt", "cuda")
     own = ("mingc-0.1.0-py3-none-any", "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64")
     text = bytes(deployment_files(rtx, _wheelhouse(tmp_path / "w", *own), None)["Containerfile"]).decode()  # type: ignore[arg-type]
-    assert "put wheels of tensorrt-rtx" in text and "'mingc[serve,sign,tensorrt]'" in text
+    assert "put wheels of tensorrt-rtx" in text and "'mingc[serve,sign,tensorrt-runtime]'" in text
     assert "driver's libraries come from the host" in text
     licensed = _wheelhouse(tmp_path / "licensed", *own, "tensorrt_rtx-1.7-py3-none-any")
     with pytest.raises(ConfigError, match="wheels of tensorrt-rtx, which NVIDIA licenses"):
@@ -416,7 +416,7 @@ def _with_backend(manifest: Manifest, backend: str, device: str = "cpu") -> Mani
         ("aoti", "cpu", ()),
         ("onnx", "cpu", ("onnx",)),
         ("onnx", "cuda", ("onnx-gpu",)),
-        ("tensorrt", "cuda", ("tensorrt",)),
+        ("tensorrt", "cuda", ("tensorrt-runtime",)),
     ],
 )
 def test_a_library_has_an_extra_for_each_device(

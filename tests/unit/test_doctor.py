@@ -27,7 +27,17 @@ from mingc.host import machine as host
 from mingc.host.machine import Gpu
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("serve", "trace", "sign", "bundle", "export", "onnx", "tensorrt")
+EXTRAS = (
+    "serve",
+    "trace",
+    "sign",
+    "bundle",
+    "export",
+    "onnx",
+    "tensorrt",
+    "tensorrt-classic",
+    "tensorrt-runtime",
+)
 GIB = 1 << 30
 
 

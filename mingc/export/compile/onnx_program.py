@@ -49,7 +49,7 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
     gathers more than ONNX Runtime can hold.
     """
     refuse_large_gathers(program, where)
-    written, functional = _functional(program, where)
+    written, functional = to_functional(program, where)
     with _quiet():
         try:
             made = torch.onnx.export(
@@ -70,7 +70,7 @@ def to_onnx(program: torch.export.ExportedProgram, where: str) -> Any:
         return _finish(made.model, written)
 
 
-def _functional(
+def to_functional(
     program: torch.export.ExportedProgram, where: str
 ) -> tuple[list[int], torch.export.ExportedProgram]:
     """Indices of the inputs that `program` writes, and a program that returns their new values after its outputs."""
@@ -84,7 +84,7 @@ def _functional(
     if len(state) + len(results) < len(specs):
         others = [str(each.target) for index, each in enumerate(specs) if index not in (*state, *results)]
         raise CompileError(
-            f"the graph writes {', '.join(others)} of its module, which an ONNX model cannot keep",
+            f"the graph writes {', '.join(others)} of its module, which an engine cannot keep",
             where=where,
             fix="make it state of the graph, or compile this stage with another backend: --backend aoti:STAGE",
         )

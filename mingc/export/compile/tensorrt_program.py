@@ -1,21 +1,30 @@
-"""A captured graph as a TensorRT plan, built from the ONNX model of the ONNX backend.
+"""A captured graph as a TensorRT plan.
 
-Weights are inputs of the plan, as in the model: one engine serves every rank, the engines of all batch sizes share one
-copy of the weights, and the plan contains none.
+For the GPU of this machine torch-tensorrt converts the exported program. It cannot be imported on a machine without a
+GPU (2.11 to 2.13 ask the driver for a compute capability), so plans for RTX cards are built from the ONNX model of the
+ONNX backend, with which ONNX Runtime also checks them.
+
+Weights are inputs of both: one engine serves every rank, the engines of all batch sizes share one copy of the weights,
+and the plan contains none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from mingc.artifacts.codec import encode
@@ -28,12 +37,13 @@ from mingc.export.compile.onnx_program import (
     WEIGHT_PREFIX,
     refuse_large_gathers,
     size_bounds,
+    to_functional,
     to_onnx,
     translates,
 )
 from mingc.export.compile.tensorrt_builder import BuildJob, Range
 from mingc.host.machine import gpu
-from mingc.host.tensorrt_library import RTX, TITLES, import_library
+from mingc.host.tensorrt_library import COMPILERS, RTX, TITLES, import_library
 
 FIX = (
     "compile this stage with AOTInductor: --backend aoti:STAGE; for RTX cards, for which nothing else builds, leave it "
@@ -44,12 +54,15 @@ _MAX_STATE_BYTES = 256 << 30
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
 _MAX_SCORE_BYTES = 16 << 30
+# torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a CUDA
+# kernel, so a program traced on a CPU would have none. TensorRT itself fuses products and softmax.
+DECOMPOSES_ATTENTION = True
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
 _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
 
 
 def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> None:
-    """Raises: CompileError when the traced graph shows that TensorRT, or ONNX on the way to it, cannot take it.
+    """Raises: CompileError when the traced graph shows that TensorRT cannot take it.
 
     `names` name the first inputs in errors; the other inputs are weights.
     It finds Fourier transforms, transposed convolutions in bfloat16, operators of libraries other than torch, gathers
@@ -85,7 +98,7 @@ def _node_problem(node: torch.fx.Node) -> str | None:
     if "conv" in name and _is_transposed(node) and node.meta["val"].dtype in _NARROW:
         return f"TensorRT for RTX has no transposed convolution in {str(node.meta['val'].dtype)[6:]}"
     if not translates(operator):
-        return f"the operator {space}::{name} has no ONNX translation, through which TensorRT reads a graph"
+        return f"neither torch-tensorrt nor torch.onnx converts the operator {space}::{name}"
     return None
 
 
@@ -127,33 +140,31 @@ def build_engine_file(
     For an RTX target the file also contains the ONNX model, with which a machine without the GPU checks it. `slots` is
     the index of the input that selects the rows of states, if the program has the states of a batch.
 
-    Raises: CompileError when the graph has no ONNX model, or TensorRT refuses it.
+    Raises: CompileError when the graph has no ONNX model, or torch-tensorrt or TensorRT refuses it.
     """
-    model = to_onnx(program, where)
-    content: bytes = model.SerializeToString(deterministic=True)
-    (entry,) = [each.value for each in model.metadata_props if each.key == METADATA_KEY]
-    layout = json.loads(entry)
-    names = [each.name for each in model.graph.input]
-    count = len(names) - layout["weights"]
-    ranges = _ranges(program, names[:count], where)
-    trt = import_library(library)
     cards = rtx_capabilities(target)
+    graph = (
+        program_graph(program, library, where)
+        if cards is None
+        else _onnx_graph(program, library, cards, where)
+    )
+    trt = import_library(library)
     capabilities = cards if cards is not None else (gpu().capability,)
-    key = _key(content, ranges, library, trt.__version__, capabilities, slots, is_current=cards is None)
+    compiler = "" if cards is not None else version(COMPILERS[library])
+    key = _key(graph, trt.__version__, compiler, capabilities, slots)
     kept = cache / f"{key}{path.suffix}" if cache else None
     if kept is not None and _is_whole(kept) and take(kept, path):
         return True
-    names_of_cards = None if cards is None else tuple(sm_name(each).upper() for each in cards)
-    plan = _build(content, BuildJob(library=library, ranges=tuple(ranges), cards=names_of_cards), where)
-    carried = content if cards is not None else b""
+    plan = _build(graph.content, graph.job, where)
+    carried = graph.content if cards is not None else b""
     header = EngineHeader(
         library=library,
         version=trt.__version__,
         capabilities=tuple("{}.{}".format(*each) for each in capabilities),
-        inputs=tuple(names[:count]),
-        weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in names[count:]),
-        outputs=tuple(each.name for each in model.graph.output),
-        state=tuple(index for index, _ in layout["state"]),
+        inputs=graph.inputs,
+        weights=graph.weights,
+        outputs=graph.outputs,
+        state=graph.state,
         model_bytes=len(carried),
         plan_bytes=len(plan),
         slots=slots,
@@ -162,6 +173,111 @@ def build_engine_file(
     if kept is not None:
         keep(path, kept)
     return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graph:
+    """What a plan is built from, and what its header says of it; `text` identifies the graph for the cache."""
+
+    content: bytes
+    text: bytes
+    job: BuildJob
+    inputs: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+    state: tuple[int, ...]
+
+
+def _onnx_graph(
+    program: torch.export.ExportedProgram, library: str, cards: Sequence[Capability], where: str
+) -> _Graph:
+    model = to_onnx(program, where)
+    content: bytes = model.SerializeToString(deterministic=True)
+    (entry,) = [each.value for each in model.metadata_props if each.key == METADATA_KEY]
+    layout = json.loads(entry)
+    names = [each.name for each in model.graph.input]
+    count = len(names) - layout["weights"]
+    ranges = _ranges(program, names[:count], where)
+    return _Graph(
+        content=content,
+        text=content,
+        job=BuildJob(
+            library=library,
+            ranges=tuple(ranges),
+            cards=tuple(sm_name(each).upper() for each in cards),
+        ),
+        inputs=tuple(names[:count]),
+        weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in names[count:]),
+        outputs=tuple(each.name for each in model.graph.output),
+        state=tuple(index for index, _ in layout["state"]),
+    )
+
+
+class _Weightless(nn.Module):
+    """A program whose last arguments are its weights."""
+
+    def __init__(self, program: torch.export.ExportedProgram, names: Sequence[str]) -> None:
+        super().__init__()
+        self._hidden, self._names = [program.module()], names  # a list: its weights are none of this module
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = len(tensors) - len(self._names)
+        weights = dict(zip(self._names, tensors[count:], strict=True))
+        values: tuple[Tensor, ...] = torch.func.functional_call(self._hidden[0], weights, tensors[:count])
+        return values
+
+
+def program_graph(program: torch.export.ExportedProgram, library: str, where: str) -> _Graph:
+    """`program` as one that takes its weights after its inputs, and returns new states after its outputs.
+
+    Raises: CompileError when a size varies: plans for a GPU have the sizes of one bucket.
+    """
+    written, functional = to_functional(program, where)
+    arguments = [
+        each for each in functional.graph_signature.input_specs if each.kind is not InputKind.CUSTOM_OBJ
+    ]
+    inputs = [each.arg.name for each in arguments if each.kind is InputKind.USER_INPUT]
+    for each in _ranges(functional, inputs, where):
+        raise CompileError(
+            f"{each.name} has no fixed shape ({each.shapes[0]} to {each.shapes[2]})", where=where, fix=FIX
+        )
+    read = {node.name for node in functional.graph.find_nodes(op="placeholder") if node.users}
+    values = functional.state_dict
+    weights = [str(each.target) for each in arguments if each.target in values and each.arg.name in read]
+    given = functional.example_inputs
+    assert given is not None, "torch.export keeps the example"
+    with torch.no_grad():
+        pure = torch.export.export(
+            _Weightless(functional, weights), (*given[0], *(values[name] for name in weights)), strict=False
+        )
+    pure.example_inputs = None  # the weights are among them
+    saved = io.BytesIO()
+    torch.export.save(pure, saved)
+    outputs = tuple(f"output{index}" for index in range(len(pure.graph_signature.output_specs)))
+    return _Graph(
+        content=saved.getvalue(),
+        text=re.sub(r"#.*", "", str(pure)).encode() + _constants(pure),
+        job=BuildJob(
+            library=library,
+            inputs=(*inputs, *weights),
+            outputs=len(outputs),
+            decomposes_attention=DECOMPOSES_ATTENTION,
+        ),
+        inputs=tuple(inputs),
+        weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in weights),
+        outputs=outputs,
+        state=tuple(written),
+    )
+
+
+def _constants(program: torch.export.ExportedProgram) -> bytes:
+    """Values of the tensors that are written in the code of a graph."""
+    values = [
+        value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for _, value in sorted(program.constants.items())
+        if isinstance(value, Tensor)
+    ]
+    return b"".join(values)
 
 
 def _is_whole(path: Path) -> bool:
@@ -173,19 +289,14 @@ def _is_whole(path: Path) -> bool:
 
 
 def _key(
-    content: bytes,
-    ranges: Sequence[Range],
-    library: str,
-    version: str,
-    capabilities: Sequence[Capability],
-    slots: int | None,
-    *,
-    is_current: bool,
+    graph: _Graph, release: str, compiler: str, capabilities: Sequence[Capability], slots: int | None
 ) -> str:
-    """sha256 of everything that affects the plan."""
-    digest = hashlib.sha256(content)
-    choices = (tuple(ranges), library, version, tuple(capabilities), slots, is_current)
-    digest.update(repr(choices).encode())
+    """sha256 of everything that affects the plan; `release` and `compiler` are versions."""
+    digest = hashlib.sha256(graph.text)
+    builder = Path(__file__).with_name("tensorrt_builder.py").read_bytes()
+    digest.update(
+        repr((graph.job, release, compiler, torch.__version__, tuple(capabilities), slots)).encode() + builder
+    )
     return digest.hexdigest()
 
 
@@ -218,12 +329,12 @@ def _ranges(program: torch.export.ExportedProgram, names: Sequence[str], where: 
     return found
 
 
-def _build(model: bytes, job: BuildJob, where: str) -> bytes:
-    """The plan of an ONNX model, built in a separate process. Raises: CompileError."""
+def _build(graph: bytes, job: BuildJob, where: str) -> bytes:
+    """The plan of an ONNX model or an exported program, built in a separate process. Raises: CompileError."""
     title = TITLES[job.library]
     with tempfile.TemporaryDirectory(prefix="mingc-tensorrt-") as name:
         folder = Path(name)
-        (folder / "model.onnx").write_bytes(model)
+        (folder / "graph").write_bytes(graph)
         (folder / "job.json").write_text(json.dumps(encode(job)), encoding="utf-8")
         words = [sys.executable, "-X", "faulthandler", "-m", "mingc.export.compile.tensorrt_builder", name]
         with (folder / "errors").open("wb") as errors:

@@ -1,7 +1,8 @@
-"""TensorRT backend: plans for NVIDIA GPUs through ONNX, with the weights outside.
+"""TensorRT backend: plans for NVIDIA GPUs, with the weights outside.
 
-For RTX cards, such as `rtx:sm89`, it builds one plan for every size, on any machine, also without a GPU. For `cuda`,
-the GPU of this machine, it builds a plan for each bucket, as AOTInductor does; its states hold the rows of a batch.
+For `cuda`, the GPU of this machine, torch-tensorrt converts the graph, and there is a plan for each bucket, as with
+AOTInductor; its states hold the rows of a batch. For RTX cards, such as `rtx:sm89`, one plan for every size is built
+from an ONNX model, on any machine, also without a GPU.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from mingc.artifacts.target import RTX_CAPABILITIES, is_rtx
 from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
-from mingc.host.tensorrt_library import INSTALL, RTX, find_library
+from mingc.host.machine import gpu
+from mingc.host.tensorrt_library import (
+    INSTALL_FOR_CARDS,
+    RTX,
+    compiler_problem,
+    compiling_library,
+    find_library,
+)
 
-_PACKAGES = ("onnx", "onnxscript")
-_CHECK = ("onnxruntime",)  # runs the models of engines for cards that are not here
+_PACKAGES = (
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+)  # for RTX cards; ONNX Runtime checks what no card here can run
 
 
 class TensorRtBackend(Backend):
-    """`torch.onnx`, then TensorRT's ONNX parser and builder.
+    """torch-tensorrt, or for RTX cards `torch.onnx` and TensorRT's ONNX parser; then TensorRT's builder.
 
     `slots` is the index of the input that `GraphDef.slots` names, if the engine's states hold the rows of a batch.
     """
@@ -52,14 +64,15 @@ class TensorRtBackend(Backend):
             return (
                 "TensorRT engines are for NVIDIA GPUs; use --target cuda or, for RTX cards, --target rtx:sm89"
             )
-        packages = _PACKAGES if target == "cuda" else (*_PACKAGES, *_CHECK)
-        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        if target == "cuda":
+            here = gpu().capability if torch.cuda.is_available() else None
+            unlisted = None if here is None or here in RTX_CAPABILITIES else "{}.{}".format(*here)
+            return compiler_problem(torch.__version__.split("+")[0], unlisted)
+        absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
         if find_library() != RTX:
             absent.append("tensorrt-rtx")
         if absent:
-            return f"needs {', '.join(absent)}, not installed: {INSTALL}"
-        if target == "cuda":
-            return None
+            return f"needs {', '.join(absent)}, not installed: {INSTALL_FOR_CARDS}"
         if dtype != "float32":
             return f"ONNX Runtime's CPU kernels, which check engines for RTX cards, lack {dtype}; use --dtype float32"
         from mingc.export.compile.tensorrt_program import rtx_problem
@@ -91,10 +104,10 @@ class TensorRtBackend(Backend):
         cache: Path | None,
         where: str,
     ) -> float:
-        # Imported here: torch.onnx takes seconds, and other backends do not need it.
+        # Imported here: other backends do not need it.
         from mingc.export.compile.tensorrt_program import build_engine_file
 
-        library = find_library()
+        library = RTX if is_rtx(device) else compiling_library()
         assert library is not None, "the recipe was refused"
         started = time.perf_counter()
         is_cached = build_engine_file(

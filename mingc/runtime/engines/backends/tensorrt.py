@@ -32,6 +32,7 @@ from mingc.host.tensorrt_library import (
 )
 from mingc.runtime.engines.base import Engine
 
+_PREFIX = "model."  # names of weights in the plan begin with it
 _Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -77,14 +78,15 @@ class TensorRtEngine(Engine):
             (name, _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)))
             for name in file.header.outputs
         ]
+        self._weights = [name for name in file.header.weights if f"{_PREFIX}{name}" in held]
         self._kept: dict[str, torch.Tensor] = {}
         self._contexts: dict[_Shapes, _Context] = {}
 
     def constants(self) -> Sequence[str]:
-        return list(self._header.weights)
+        return self._weights
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {f"model.{name}": weights[name].contiguous() for name in self._header.weights}
+        self._kept = {f"{_PREFIX}{name}": weights[name].contiguous() for name in self._weights}
         for each in self._contexts.values():
             self._bind_weights(each.context)
 
@@ -223,7 +225,7 @@ def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
 
 def unavailable(device: str) -> tuple[str, str] | None:
     """Why no engine can be loaded here, and the fix; TensorRT itself is not imported."""
-    if find_library() != RTX:  # no engine of classic TensorRT can be exported
+    if find_library() is None:  # an engine names the one of both that it needs
         return "TensorRT for RTX is not installed", INSTALL
     return None
 
