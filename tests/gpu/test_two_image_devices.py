@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from collector import Collector
@@ -27,13 +29,16 @@ LATE = 20_000_000  # cycles: about 10 ms
 class LateSampler(ImageSampler):
     """Runs its steps late, and on the stream of the loop."""
 
-    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+    def blocks(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Iterator[Tensor]:
         assert torch.cuda.current_stream(self.device) != torch.cuda.default_stream(self.device)
+        self._sleep()
+        for made in super().blocks(tokens, caption, layout, time):
+            self._sleep()
+            yield made + 0  # behind the pause
+
+    def _sleep(self) -> None:
         with torch.cuda.device(self.device):
             torch.cuda._sleep(LATE)
-            made = super().velocity(tokens, caption, layout, time)
-            torch.cuda._sleep(LATE)
-            return made + 0  # behind the pause
 
 
 def worker(*, late: int | None, num_devices: int) -> ImageWorker:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
+
 import numpy as np
 import pytest
 import torch
 from collector import Collector
 from fake_engines import HIDDEN
-from fake_images import DIT, QUERIES, VAE, image_stages
+from fake_images import BLOCKS, DIT, QUERIES, VAE, image_stages
 from torch import Tensor
 
 from mingc.runtime.images.engines import ImageEngines, ImageSampler
@@ -29,11 +32,11 @@ class Second(ImageSampler):
         self.samples: list[int] = []
         self.is_lost = False
 
-    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+    def blocks(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Iterator[Tensor]:
         if self.is_lost:
             raise RuntimeError("the second device is lost")
         self.samples.append(len(tokens))
-        return super().velocity(tokens, caption, layout, time)
+        return super().blocks(tokens, caption, layout, time)
 
 
 def worker(second: ImageSampler | None = None) -> ImageWorker:
@@ -76,7 +79,7 @@ def test_two_devices_draw_the_pictures_of_one(has_negative: bool, has_reference:
     assert not np.array_equal(found, latents(worker(), drawing(guidance=1.0, has_reference=has_reference)))
 
 
-def test_a_step_begins_on_the_second_device() -> None:
+def test_blocks_are_launched_on_both_devices_in_turn_and_first_on_the_second() -> None:
     """Its tokens are copied behind what the first one was given, so the first one's part must not be there yet."""
     order: list[str] = []
 
@@ -85,24 +88,29 @@ def test_a_step_begins_on_the_second_device() -> None:
             super().__init__()
             self.name = name
 
-        def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-            order.append(self.name)
-            return super().velocity(tokens, caption, layout, time)
+        def blocks(
+            self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float
+        ) -> Iterator[Tensor]:
+            for made in super().blocks(tokens, caption, layout, time):
+                order.append(self.name)
+                yield made
 
     engines = worker().engines
     engines.sampler = Noted("first")
     of = ImageWorker(engines, Noted("second"))
     batch = of.begin(of.prepare(drawing()), [3])
     of.step(batch)
-    assert order == ["second", "first"]
+    assert order == ["second", "first"] * len(BLOCKS)
 
 
 def test_the_second_device_computes_the_negative_samples() -> None:
     """A second sampler that answers with zeros leaves (1 + guidance) times the velocity of the prompt."""
 
     class Zeros(Second):
-        def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-            return torch.zeros_like(tokens)
+        def blocks(
+            self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float
+        ) -> Iterator[Tensor]:
+            return repeat(torch.zeros_like(tokens), self.num_blocks)
 
     one, two = worker(), worker(Zeros())
     plain = one.begin(one.prepare(drawing(guidance=1.0)), [3])

@@ -108,9 +108,9 @@ def test_a_batch_has_as_many_pictures_as_fit(
 def test_memory_is_planned_for_the_dtype_of_the_networks() -> None:
     """Weights are no measure of it: angles and scales are float32."""
     stage = image_stages()["image_dit"]
-    spec = stage["velocity"].spec
-    inputs = (replace(each, dtype="bfloat16") if each.name == "caption" else each for each in spec.inputs)
-    graphs = {**stage.graphs, "velocity": Graph(replace(spec, inputs=tuple(inputs)), {})}
+    spec = stage["end"].spec
+    inputs = (replace(each, dtype="bfloat16") for each in spec.inputs)
+    graphs = {**stage.graphs, "end": Graph(replace(spec, inputs=tuple(inputs)), {})}
     rough = LoadedStage("image_dit", graphs, {"angles_0": torch.zeros(4)})
     found = [ImageSampler(each, DIT, torch.device("cpu")).itemsize for each in (stage, rough)]
     assert found == [4, 2]
