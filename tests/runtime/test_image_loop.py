@@ -198,7 +198,8 @@ class Shared(Worker):
         self.ends_at = 0.0  # of what is launched
         self.blocks: list[tuple[float, float]] = []  # launch and end
         self.is_busy = True
-        self.at_block: Callable[[int], None] = lambda index: None
+        self.cancel: Callable[[], None]
+        self.cancel_at = 0  # blocks
 
     def clock(self) -> float:
         return self.now
@@ -210,7 +211,8 @@ class Shared(Worker):
     def advance(self, batch: Any) -> bool:
         self.ends_at = max(self.ends_at, self.now) + BLOCK_S
         self.blocks.append((self.now, self.ends_at))
-        self.at_block(len(self.blocks))
+        if len(self.blocks) == self.cancel_at:
+            self.cancel()
         return len(self.blocks) % 3 == 0 and super().advance(batch)
 
     def record_end(self) -> Callable[[], None]:
@@ -225,31 +227,30 @@ class Shared(Worker):
 BLOCK_S, TICK_S = 1 / 256, 1 / 4096  # sums are exact
 
 
-def draw_beside_others(worker: Shared) -> tuple[Collector, ImageLoop]:
-    """A picture of nine blocks, from begin to end."""
-    loop = ImageLoop(cast(ImageWorker, worker), clock=worker.clock)
+def draw_beside_others(worker: Shared) -> Collector:
+    """A picture of nine blocks, until it is drawn or cancelled."""
+    loop, collector = ImageLoop(cast(ImageWorker, worker), clock=worker.clock), Collector()
     loop.others_have_work = worker.others_have_work
-    collector = Collector()
     job = loop.submit(cast(Drawing, "a"), [1], collector.put, asked=(5, 7), batch_size=4)
-    assert job == 1
+    worker.cancel = lambda: loop.cancel(job)
     loop.start()
     try:
         eventually(lambda: not loop.held["picture jobs"])
     finally:
         loop.stop()
     check_all_is_free(loop)
-    return collector, loop
+    return collector
 
 
 def test_pictures_take_a_quarter_of_the_device_while_others_have_work() -> None:
     worker = Shared()
-    collector, _ = draw_beside_others(worker)
+    collector = draw_beside_others(worker)
     assert isinstance(collector.items[-1], ImageDone) and len(worker.blocks) == 3 * STEPS
     pauses = [after - end for (_, end), (after, _) in pairwise(worker.blocks)]
     assert all(3 * BLOCK_S <= pause <= 3 * BLOCK_S + 9 * TICK_S for pause in pauses), pauses
 
 
-def test_pictures_alone_are_launched_ahead_by_two_blocks() -> None:
+def test_pictures_alone_are_launched_ahead_by_one_block() -> None:
     """So the device always has work, and what comes waits for two blocks at most."""
     worker = Shared()
     worker.is_busy = False
@@ -258,7 +259,7 @@ def test_pictures_alone_are_launched_ahead_by_two_blocks() -> None:
     assert all(after <= end for after, end in zip(launches[1:], ends, strict=False)), (
         "the device waits for none"
     )
-    assert all(end <= launch for end, launch in zip(ends, launches[3:], strict=False)), "three ahead"
+    assert all(end <= launch for end, launch in zip(ends, launches[2:], strict=False)), "two ahead"
 
 
 def test_a_pause_ends_with_the_work_of_the_others() -> None:
@@ -274,18 +275,9 @@ def test_a_pause_ends_with_the_work_of_the_others() -> None:
     assert launches[1] >= 4 * BLOCK_S and 6 * BLOCK_S <= launches[2] <= 6 * BLOCK_S + 2 * TICK_S
 
 
-def test_a_cancelled_picture_ends_between_two_blocks() -> None:
-    for is_busy in (True, False):
-        worker = Shared()
-        worker.is_busy = is_busy
-        loop = ImageLoop(cast(ImageWorker, worker), clock=worker.clock)
-        loop.others_have_work = worker.others_have_work
-        collector = Collector()
-        job = loop.submit(cast(Drawing, "a"), [1], collector.put, asked=(5, 7), batch_size=4)
-        worker.at_block = lambda index, loop=loop, job=job: loop.cancel(job) if index == 2 else None
-        loop.start()
-        try:
-            eventually(lambda loop=loop: not loop.held["picture jobs"])
-        finally:
-            loop.stop()
-        assert len(worker.blocks) == 2 and not collector.items
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_cancelled_picture_ends_between_two_blocks(is_busy: bool) -> None:
+    worker = Shared()
+    worker.is_busy, worker.cancel_at = is_busy, 2
+    assert not draw_beside_others(worker).items
+    assert len(worker.blocks) == 2
