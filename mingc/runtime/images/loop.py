@@ -30,7 +30,7 @@ log = logging.getLogger("mingc.engine")
 
 _SHARE = 0.25  # of the device's time, which pictures take at most while others have work there
 _MOST_AHEAD = (
-    1  # blocks that wait behind the one that runs: work of others that begins meanwhile waits for both
+    1  # blocks that wait behind the one that runs; work of others that begins meanwhile waits for both
 )
 _POLL_S = 0.005  # how often a pause checks whether the others still have work
 
