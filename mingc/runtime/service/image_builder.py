@@ -81,7 +81,7 @@ def others_have_work(
     devices: Sequence[torch.device], thinker: ThinkerLoop | None, talkers: Sequence[TalkerLoop]
 ) -> Callable[[], bool]:
     """Whether the thinker, which is on one of `devices`, or those of the talkers that are there have work."""
-    loops = [
+    loops: list[ThinkerLoop | TalkerLoop] = [
         *([] if thinker is None else [thinker]),
         *(each for each in talkers if each.worker.device in devices),
     ]
