@@ -1,8 +1,8 @@
 """Speed of image generation on one GPU at the released dims: random weights, one engine for all sizes.
 
-Three parts: a step of the sampler, as an engine in bfloat16 and with FP8 weights; what runs once a picture; whole
-pictures through the server's worker. Each beside the same modules in plain torch (eager, bfloat16). Peak memory is
-compared with the server's plan, and a velocity with float32.
+Three parts: a step of the sampler (begin, all blocks, end), with engines in bfloat16 and with FP8 weights; what runs
+once a picture; whole pictures through the server's worker. Each beside the same modules in plain torch (eager,
+bfloat16). Peak memory is compared with the server's plan, and a velocity with float32.
 
     python benchmarks/images.py --json benchmarks/results/images-h200-….json
 
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mingc.artifacts.parameters import ImageDitParameters
 from mingc.artifacts.spec import Quantization
 from mingc.export.compile.backends import aoti
-from mingc.export.compile.trace import capture
+from mingc.export.compile.trace import capture, share_weights
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.stages import find
 from mingc.export.synthetic.checkpoint import open_synthetic
@@ -95,10 +95,10 @@ class Job:
 
 
 class EagerEngine(Engine):
-    """A method of a module in plain torch."""
+    """A graph of a module in plain torch; of several layers, with the weights of the layer that runs."""
 
-    def __init__(self, module: nn.Module, method: str) -> None:
-        self._call = getattr(module, method)
+    def __init__(self, module: nn.Module, plan: GraphDef) -> None:
+        self._module, self._method, self._weights = module, plan.method, plan.spec.weights
 
     def constants(self) -> Sequence[str]:
         return ()
@@ -107,8 +107,12 @@ class EagerEngine(Engine):
         pass  # the module has them
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        count = len(tensors) - len(self._weights)
+        if self._weights:
+            weights = dict(zip(self._weights, tensors[count:], strict=True))
+            self._module.load_state_dict(weights, assign=True)
         with plain_torch():
-            return list(self._call(*tensors))
+            return list(getattr(self._module, self._method)(*tensors[:count]))
 
 
 class Networks:
@@ -169,16 +173,18 @@ class Networks:
     def _stage(self, name: str, variant: str, device: torch.device) -> LoadedStage:
         quantization = quantization_of(name, variant)
         weights = self.weights(name, quantization, device)
-        module = module_of(name, self.configs, None, weights) if variant == "plain" else None
         graphs = {}
         for plan in plans_of(name, self.configs, device.type):
-            if module is not None:
-                engine: Engine = EagerEngine(module, plan.method)
-            else:
-                job = Job(stage=name, graph=plan.spec.name, quantization=quantization)
-                engine = AotiEngine(self.folder / job.file, device)
-                engine.bind(weights)
-            graphs[plan.spec.name] = Graph(plan.spec, {None: engine}, weights)
+            # Each graph with a module of its own, because layers assign theirs.
+            part, shared = part_of(plan, module_of(name, self.configs, quantization, weights))
+            job = Job(stage=name, graph=plan.spec.name, quantization=quantization)
+            engine = (
+                EagerEngine(part, shared)
+                if variant == "plain"
+                else AotiEngine(self.folder / job.file, device)
+            )
+            engine.bind(weights)
+            graphs[plan.spec.name] = Graph(shared.spec, {None: engine}, part.state_dict())
         return LoadedStage(name, graphs, weights)
 
 
@@ -229,6 +235,12 @@ def module_of(
     return module.eval().requires_grad_(False)
 
 
+def part_of(plan: GraphDef, module: nn.Module) -> tuple[nn.Module, GraphDef]:
+    """What a graph is traced from; if several layers share it, the first one, whose weights become arguments."""
+    part = module.get_submodule(plan.spec.layer_instances[0])
+    return part, share_weights(plan, part)
+
+
 def build(job: Job, folder: Path, configs: Path, device: str) -> float:
     """Compile an engine into `folder`, from weights without values; returns the seconds it took."""
     path = folder / job.file
@@ -240,9 +252,10 @@ def build(job: Job, folder: Path, configs: Path, device: str) -> float:
     )
     tensors = {name: torch.empty_like(each, device=device) for name, each in shaped.items()}
     (plan,) = [each for each in plans_of(job.stage, configs, device) if each.spec.name == job.graph]
+    part, shared = part_of(plan, module_of(job.stage, configs, job.quantization, tensors))
     program = capture(
-        plan,
-        module_of(job.stage, configs, job.quantization, tensors),
+        shared,
+        part,
         stage=job.stage,
         static_shapes=None,
         device=torch.device(device),
@@ -341,7 +354,7 @@ class Measurement:
         )
 
     def step(self, engines: ImageEngines, variant: str, case: Case) -> Figure:
-        """A call of `velocity`, with guidance."""
+        """A step with guidance; `enqueue_ms`: the host's time for it."""
         latents, caption, layout = self.inputs(engines.parameters, engines.vae.scale, case)
 
         def call() -> Tensor:
@@ -357,6 +370,7 @@ class Measurement:
             "variant": variant,
             **case.figure,
             "tokens": len(layout.is_pad),
+            "blocks": engines.sampler.num_blocks,
             **summary,
             "unit": "ms",
             "enqueue_ms": self._watch.enqueue_ms(call, 3),

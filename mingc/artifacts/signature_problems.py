@@ -50,7 +50,8 @@ _SIZES = (
     ("glyph.encode", "rows", 2, "image_dit.caption_width"),
     ("image_dit.caption", "rows", 2, "image_dit.caption_width"),
     ("image_dit.caption", "caption", 2, "image_dit.hidden_size"),
-    ("image_dit.velocity", "latents", 2, "image_dit.latent_channels × patch_size × patch_size"),
+    ("image_dit.begin", "latents", 2, "image_dit.latent_channels × patch_size × patch_size"),
+    ("image_dit.end", "velocity", 2, "image_dit.latent_channels × patch_size × patch_size"),
     ("image_vae.decode", "latents", 1, "image_vae.latent_channels"),
     ("image_vae.decode", "pixels", 3, "image_vae.scale"),
 )

@@ -460,12 +460,14 @@ def test_a_batch_takes_no_more_memory_than_is_planned(
     assert decode.peak <= memory.decode_bytes(size) <= 5 * decode.peak
 
 
-def test_the_cost_of_a_step_is_that_of_a_picture_of_1024_pixels_with_guidance(image_artifact: Path) -> None:
-    """2 · rows · weights of all blocks, and 4 · rows² · width of attention; within what embeddings and ends add."""
+def test_the_cost_of_a_block_is_that_of_a_picture_of_1024_pixels_with_guidance(image_artifact: Path) -> None:
+    """2 · rows · weights of a layer, and 4 · rows² · width of attention; within what embeddings and ends add."""
     manifest = open_artifact(image_artifact).manifest
-    (engine,) = manifest.stages["image_dit"].graphs["velocity"].engines
+    graph = manifest.stages["image_dit"].graphs["block"]
+    assert graph.spec.layer_instances == ("noise_refiner.0", "layers.0", "layers.1")
+    (engine,) = graph.engines
     (cost,) = engine.cost
-    width, inner, picture, whole = 96, 256, 4096, 4096 + 512
-    rows = 2 * (2 * whole + picture)  # two samples through two layers and, without the caption, a refiner
-    attention = 2 * 4 * width * (2 * whole**2 + picture**2)
+    width, inner, whole = 96, 256, 4096 + 512
+    rows = 2 * whole  # two samples through one layer
+    attention = 2 * 4 * width * whole**2
     assert cost.flops == pytest.approx(rows * 2 * (4 * width**2 + 3 * width * inner) + attention, rel=0.03)

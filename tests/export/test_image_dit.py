@@ -23,6 +23,7 @@ from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint, open_configs
 from mingc.export.checks.coverage import check_coverage
 from mingc.export.compile.backend import Backend
+from mingc.export.compile.trace import share_weights
 from mingc.export.layers.image_transformer import ImageTransformer
 from mingc.export.layers.image_vae import ImageVae
 from mingc.export.stage import Shard, StageOptions
@@ -182,14 +183,16 @@ def test_a_step_in_bfloat16_takes_no_more_memory_than_is_planned(
     module = load_module(STAGE, config, Shard(), tmp_path / "dit")
     assert isinstance(module, ImageTransformer)
     options = StageOptions(dtype=torch.bfloat16)
-    graph = next(each for each in STAGE.graphs(config, Shard(), options) if each.spec.name == "velocity")
-    inputs = graph.example({"B": 2, "N": 1024, "K": 64}, torch.Generator().manual_seed(1))
+    inputs = graph_of(STAGE, config, "begin", options).example(
+        {"B": 2, "N": 1024, "T": 1024 + 64}, torch.Generator().manual_seed(1)
+    )
+    caption = torch.randn(2, 64, config.transformer.hidden_size).bfloat16()
     with torch.inference_mode(), LiveMemory() as step:
-        module.velocity(**inputs)
+        module.velocity(**inputs, caption=caption)
     memory = ImageMemory(
         sampler=STAGE.parameters(config, options),
         vae=VAE.parameters(VAE.config(checkpoint), options),
-        itemsize=inputs["caption"].itemsize,
+        itemsize=caption.itemsize,
         max_samples=2,
     )
     planned = memory.step_bytes((512, 512), 1, num_caption=64, num_samples=2, num_frames=1)
@@ -201,15 +204,28 @@ def test_every_graph_runs_in_bfloat16(checkpoint: Checkpoint, tmp_path: Path) ->
 
 
 @BACKENDS_AND_ONNX
-@pytest.mark.parametrize("name", ["caption", "velocity"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("caption", [{"K": 32}, {"K": 96}]),
+        ("begin", [{"N": 32, "T": 64}, {"N": 160, "T": 256}]),
+        ("block", [{"T": 32}, {"T": 256}]),
+        ("end", [{"T": 64}, {"T": 256}]),
+    ],
+)
 def test_one_engine_takes_every_size(
-    name: str, module: ImageTransformer, config: ImageDitConfig, backend: Backend, tmp_path: Path
+    name: str,
+    sizes: list[dict[str, int]],
+    module: ImageTransformer,
+    config: ImageDitConfig,
+    backend: Backend,
+    tmp_path: Path,
 ) -> None:
-    sizes = [{"B": 1, "K": 32}, {"B": 3, "K": 96}]
-    if name == "velocity":
-        sizes = [{**size, "N": tokens} for size, tokens in zip(sizes, (32, 160), strict=True)]
+    sizes = [{**size, "B": batch} for size, batch in zip(sizes, (1, 3), strict=True)]
+    plan = graph_of(STAGE, config, name)
+    part = module.get_submodule(plan.spec.layer_instances[0])
     limit = 3e-5 if backend.name == "onnx" else 1e-5  # 1.4e-5 was measured; an export may have 1e-4
-    check_engine(module, graph_of(STAGE, config, name), sizes, tmp_path, limit, backend)
+    check_engine(part, share_weights(plan, part), sizes, tmp_path, limit, backend)
 
 
 def test_weights_are_those_of_the_checkpoint_and_all_are_used(
@@ -284,7 +300,7 @@ def test_angles_are_rounded_once() -> None:
 def test_a_caption_leaves_positions_for_two_frames(length: int, rows: int, config: ImageDitConfig) -> None:
     """Row k is at 1 + k and frame f at rows + 1 + f (§4.5), in a table of `length` positions."""
     transformer = replace(config.transformer, axes_lens=(length, 512, 512))
-    dims = graph_of(STAGE, replace(config, transformer=transformer), "velocity").spec.dims
+    dims = graph_of(STAGE, replace(config, transformer=transformer), "caption").spec.dims
     assert {dim.name: dim.maximum for dim in dims}["K"] == rows
 
 

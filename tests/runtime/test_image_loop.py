@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from collector import Collector
 from held_resources import check_all_is_free
+from server_thread import eventually
 
 from mingc.errors import CapacityError, WorkerError
 from mingc.runtime.images.loop import ImageLoop
@@ -44,11 +46,15 @@ class Worker:
         self._call(f"begin {prepared.drawing} {[*seeds]}")
         return SimpleNamespace(prepared=prepared, tokens=[*seeds], step=0, num_done=0, is_finished=False)
 
-    def step(self, batch: Any) -> None:
-        """As on a GPU: of what is launched, all but the last is done."""
+    def advance(self, batch: Any) -> bool:
+        """As on a GPU: of the steps that are launched, all but the last are done."""
         batch.num_done, batch.step = batch.step, batch.step + 1
         batch.is_finished = batch.step == STEPS
         self._call(f"step {batch.step} {batch.prepared.drawing}")
+        return True
+
+    def record_end(self) -> Callable[[], None]:
+        return lambda: None
 
     def wait(self, batch: Any) -> None:
         batch.num_done = batch.step
@@ -169,7 +175,7 @@ def test_a_full_queue_refuses_and_a_stopped_thread_fails_what_it_has() -> None:
     stand.run(1)
     stand.draw("b")  # the first one does not wait any more
     ready = threading.Event()
-    stand.worker.step = lambda batch: ready.set()  # type: ignore[method-assign]  # endless
+    stand.worker.advance = lambda batch: ready.set()  # type: ignore[method-assign]  # endless
     stand.loop.start()
     assert ready.wait(20)
     stand.loop.stop()
@@ -178,3 +184,100 @@ def test_a_full_queue_refuses_and_a_stopped_thread_fails_what_it_has() -> None:
     with pytest.raises(WorkerError, match="stopping"):
         stand.draw("c")
     check_all_is_free(stand.loop)
+
+
+class Shared(Worker):
+    """A worker whose steps have three blocks of `BLOCK_S` on a device, and others that have work there.
+
+    `now` is the clock of the loop: it moves while a block runs, and whenever the loop asks for the others in a pause.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.ends_at = 0.0  # of what is launched
+        self.blocks: list[tuple[float, float]] = []  # launch and end
+        self.is_busy = True
+        self.cancel: Callable[[], None]
+        self.cancel_at = 0  # blocks
+
+    def clock(self) -> float:
+        return self.now
+
+    def others_have_work(self) -> bool:
+        self.now += TICK_S
+        return self.is_busy
+
+    def advance(self, batch: Any) -> bool:
+        self.ends_at = max(self.ends_at, self.now) + BLOCK_S
+        self.blocks.append((self.now, self.ends_at))
+        if len(self.blocks) == self.cancel_at:
+            self.cancel()
+        return len(self.blocks) % 3 == 0 and super().advance(batch)
+
+    def record_end(self) -> Callable[[], None]:
+        end = self.ends_at
+
+        def wait() -> None:
+            self.now = max(self.now, end)
+
+        return wait
+
+
+BLOCK_S, TICK_S = 1 / 256, 1 / 4096  # sums are exact
+
+
+def draw_beside_others(worker: Shared) -> Collector:
+    """A picture of nine blocks, until it is drawn or cancelled."""
+    loop, collector = ImageLoop(cast(ImageWorker, worker), clock=worker.clock), Collector()
+    loop.others_have_work = worker.others_have_work
+    job = loop.submit(cast(Drawing, "a"), [1], collector.put, asked=(5, 7), batch_size=4)
+    worker.cancel = lambda: loop.cancel(job)
+    loop.start()
+    try:
+        eventually(lambda: not loop.held["picture jobs"])
+    finally:
+        loop.stop()
+    check_all_is_free(loop)
+    return collector
+
+
+def test_pictures_take_a_quarter_of_the_device_while_others_have_work() -> None:
+    worker = Shared()
+    collector = draw_beside_others(worker)
+    assert isinstance(collector.items[-1], ImageDone) and len(worker.blocks) == 3 * STEPS
+    pauses = [after - end for (_, end), (after, _) in pairwise(worker.blocks)]
+    assert all(3 * BLOCK_S <= pause <= 3 * BLOCK_S + 9 * TICK_S for pause in pauses), pauses
+
+
+def test_pictures_alone_are_launched_ahead_by_one_block() -> None:
+    """So the device always has work, and what comes waits for two blocks at most."""
+    worker = Shared()
+    worker.is_busy = False
+    draw_beside_others(worker)
+    launches, ends = zip(*worker.blocks, strict=True)
+    assert all(after <= end for after, end in zip(launches[1:], ends, strict=False)), (
+        "the device waits for none"
+    )
+    assert all(end <= launch for end, launch in zip(ends, launches[2:], strict=False)), "two ahead"
+
+
+def test_a_pause_ends_with_the_work_of_the_others() -> None:
+    worker = Shared()
+
+    def others_have_work() -> bool:
+        worker.now += TICK_S
+        return worker.now < 6 * BLOCK_S  # in the second pause
+
+    worker.others_have_work = others_have_work  # type: ignore[method-assign]
+    draw_beside_others(worker)
+    launches = [launch for launch, _ in worker.blocks]
+    assert launches[1] >= 4 * BLOCK_S and 6 * BLOCK_S <= launches[2] <= 6 * BLOCK_S + 2 * TICK_S
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_cancelled_picture_ends_between_two_blocks(is_busy: bool) -> None:
+    worker = Shared()
+    worker.is_busy, worker.cancel_at = is_busy, 2
+    assert not draw_beside_others(worker).items
+    assert len(worker.blocks) == 2

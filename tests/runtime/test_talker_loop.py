@@ -444,7 +444,7 @@ def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other
     cancelled = speak(loop, segment(patches=40), segment(index=1, patches=40))
     for _ in range(4):
         run_step(loop)
-    assert worker.num_in_flight == depth - 1 and cancelled.items
+    assert worker.num_in_flight == depth - 1 and cancelled.items and loop.has_work == (depth > 1)
     items = list(cancelled.items)
     loop.cancel(cancelled.stream)  # type: ignore[attr-defined]
     following = speak(loop, segment(seed=2, patches=3))
@@ -453,7 +453,7 @@ def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other
     assert np.array_equal(following.segments()[0], run_alone(segment(seed=2, patches=3)))
     loop.cancel(following.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
-    assert loop.held == before
+    assert loop.held == before and not loop.has_work
 
 
 def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:

@@ -280,11 +280,13 @@ def test_cancelling_running_and_waiting_requests_frees_everything(
     before = loop.held
     jobs = [ask(loop, each, max_tokens=150) for each in (PROMPTS[0], PROMPTS[2], PROMPTS[4])]
     jobs[0].wait(lambda items: len(items) > 2, "tokens")
+    assert loop.has_work
     for job in jobs:
         loop.cancel(job.job)  # type: ignore[attr-defined]
     last = ask(loop, PROMPTS[0], max_tokens=200)
     assert len(last.tokens()) == 200
     wait_until_equal(before, lambda: loop.held)
+    assert not loop.has_work
 
 
 def test_a_failing_request_leaves_the_others_alone(

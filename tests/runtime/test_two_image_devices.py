@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from collector import Collector
 from fake_engines import HIDDEN
-from fake_images import DIT, QUERIES, VAE, image_stages
+from fake_images import BLOCKS, DIT, QUERIES, VAE, image_stages
 from held_resources import check_all_is_free
 from torch import Tensor
 
@@ -33,11 +35,11 @@ class Second(ImageSampler):
         self.samples: list[int] = []
         self.is_lost = False
 
-    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+    def blocks(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Iterator[Tensor]:
         if self.is_lost:
             raise RuntimeError("the second device is lost")
         self.samples.append(len(tokens))
-        return super().velocity(tokens, caption, layout, time)
+        return super().blocks(tokens, caption, layout, time)
 
 
 def worker(second: ImageSampler | None = None) -> ImageWorker:
@@ -80,7 +82,7 @@ def test_two_devices_draw_the_pictures_of_one(has_negative: bool, has_reference:
     assert not np.array_equal(found, latents(worker(), drawing(guidance=1.0, has_reference=has_reference)))
 
 
-def test_a_step_begins_on_the_second_device() -> None:
+def test_blocks_are_launched_on_both_devices_in_turn_and_first_on_the_second() -> None:
     """Its tokens are copied behind what the first one was given, so the first one's part must not be there yet."""
     order: list[str] = []
 
@@ -89,24 +91,29 @@ def test_a_step_begins_on_the_second_device() -> None:
             super().__init__()
             self.name = name
 
-        def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-            order.append(self.name)
-            return super().velocity(tokens, caption, layout, time)
+        def blocks(
+            self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float
+        ) -> Iterator[Tensor]:
+            for made in super().blocks(tokens, caption, layout, time):
+                order.append(self.name)
+                yield made
 
     engines = worker().engines
     engines.sampler = Noted("first")
     of = ImageWorker(engines, Noted("second"))
     batch = of.begin(of.prepare(drawing()), [3])
     of.step(batch)
-    assert order == ["second", "first"]
+    assert order == ["second", "first"] * len(BLOCKS)
 
 
 def test_the_second_device_computes_the_negative_samples() -> None:
     """A second sampler that answers with zeros leaves (1 + guidance) times the velocity of the prompt."""
 
     class Zeros(Second):
-        def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-            return torch.zeros_like(tokens)
+        def blocks(
+            self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float
+        ) -> Iterator[Tensor]:
+            return repeat(torch.zeros_like(tokens), self.num_blocks)
 
     one, two = worker(), worker(Zeros())
     plain = one.begin(one.prepare(drawing(guidance=1.0)), [3])
@@ -169,12 +176,14 @@ class Sick(Second):
         super().__init__()
         self.at = at
 
-    def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
+    def blocks(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Iterator[Tensor]:
         Unfinished.waits.append(0)
-        made = super().velocity(tokens, caption, layout, time).clone()
+        *others, made = super().blocks(tokens, caption, layout, time)
+        yield from others
+        made = made.clone()
         if len(self.samples) == self.at:
             made[-1, 3, 0] = torch.nan
-        return made
+        yield made
 
 
 def test_one_step_is_launched_ahead_of_its_check(unfinished: list[int]) -> None:

@@ -75,7 +75,8 @@ def check_bfloat16(stage: Stage, checkpoint: Checkpoint, folder: Path, similarit
     bfloat16_graphs = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
     for plan, reference in zip(bfloat16_graphs, stage.graphs(config, Shard(), StageOptions()), strict=True):
         outputs = []
-        for module, each in ((bfloat16, plan), (float32, reference)):
+        for whole, each in ((bfloat16, plan), (float32, reference)):
+            module = whole.get_submodule(each.spec.layer_instances[0])
             example = each.example(each.check_dims, torch.Generator().manual_seed(2))
             check_example(each.spec, example, each.check_dims, stage.name)
             with torch.no_grad():

@@ -16,6 +16,7 @@ from mingc.runtime.engines.stage_loader import LoadedStage
 
 QUERIES, ROW, GLYPHS, WIDTH, CHANNELS, PATCH, SCALE = 3, 5, 24, 7, 2, 2, 8
 VALUES = CHANNELS * PATCH**2
+BLOCKS = ("noise_refiner.0", "layers.0", "layers.1")
 _TOKENS, _SIDES = tuple(range(4, 4096, 4)), tuple(range(1, 257))
 CONDITION = ImageConditionParameters(num_queries=(1, QUERIES), width=ROW)
 GLYPH = GlyphParameters(max_length=GLYPHS, width=ROW, added_tokens=("<color-0>",))
@@ -54,12 +55,16 @@ def image_stages(device: torch.device = CPU) -> dict[str, LoadedStage]:
     def caption(rows: Tensor, is_pad: Tensor) -> tuple[Tensor, ...]:
         return ((rows.sum(2) + is_pad.float())[..., None].cos().expand(*rows.shape[:2], WIDTH),)
 
-    def velocity(
-        latents: Tensor, positions: Tensor, is_pad: Tensor, caption: Tensor, time: Tensor
-    ) -> tuple[Tensor, ...]:
-        place = (positions.float() @ weights_of_place).sin() + is_pad.float()
-        given = caption.mean((1, 2))[:, None, None] + latents.mean((1, 2))[:, None, None]
-        return (latents * 0.3 + place[:, None] + given + time[:, None, None],)
+    def begin(latents: Tensor, positions: Tensor, is_pad: Tensor, time: Tensor) -> tuple[Tensor, ...]:
+        x = latents[..., :WIDTH] * 0.3 + is_pad.float()[:, None] + latents.mean((1, 2))[:, None, None]
+        place = (positions.float() @ weights_of_place)[:, None]
+        return x, place.cos(), place.sin(), time[:, None]
+
+    def block(x: Tensor, cos: Tensor, sin: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
+        return ((x + cos * 0.2 + sin + x.mean((1, 2))[:, None, None] + embedded[:, None]) * 0.5,)
+
+    def end(x: Tensor, embedded: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat((x, x.mean(2, keepdim=True) + embedded[:, None]), dim=2),)
 
     def decode(latents: Tensor) -> tuple[Tensor, ...]:
         cells = latents.sum(1)[:, None, :, None, :, None].sin()
@@ -96,18 +101,39 @@ def image_stages(device: torch.device = CPU) -> dict[str, LoadedStage]:
                 dims={"B": batches, "K": _TOKENS},
             ),
             make_graph(
-                "velocity",
-                velocity,
+                "begin",
+                begin,
                 inputs={
                     "latents": ("float32", ("B", "N", VALUES)),
-                    "positions": ("int64", ("N", 3)),
+                    "positions": ("int64", ("T", 3)),
                     "is_pad": ("bool", ("N",)),
-                    "caption": ("float32", ("B", "K", WIDTH)),
                     "time": ("float32", ("B",)),
                 },
+                outputs=("x", "cos", "sin", "embedded"),
+                state={},
+                dims={"B": batches, "N": _TOKENS, "T": _TOKENS},
+            ),
+            make_graph(
+                "block",
+                block,
+                inputs={
+                    "x": ("float32", ("B", "T", WIDTH)),
+                    "cos": ("float32", ("T", 1)),
+                    "sin": ("float32", ("T", 1)),
+                    "embedded": ("float32", ("B", 1)),
+                },
+                outputs=("x",),
+                state={},
+                dims={"B": batches, "T": _TOKENS},
+                layer_instances=BLOCKS,
+            ),
+            make_graph(
+                "end",
+                end,
+                inputs={"x": ("float32", ("B", "T", WIDTH)), "embedded": ("float32", ("B", 1))},
                 outputs=("velocity",),
                 state={},
-                dims={"B": batches, "N": _TOKENS, "K": _TOKENS},
+                dims={"B": batches, "T": _TOKENS},
             ),
         ],
         "image_vae": [

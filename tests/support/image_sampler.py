@@ -27,9 +27,14 @@ class Networks:
         size = (height // _PATCH, width // _PATCH)
         tokens, pads = _padded(torch.cat([_tokens(each) for each in frames], dim=1))
         grid = [torch.arange(len(frames)) + rows.shape[1] + 1, *map(torch.arange, size)]
-        positions = torch.stack(torch.meshgrid(*grid, indexing="ij"), -1).reshape(1, -1, 3)
+        places = torch.stack(torch.meshgrid(*grid, indexing="ij"), -1).reshape(1, -1, 3)
+        caption = torch.tensor([[1 + row, 0, 0] for row in range(rows.shape[1])])
         made = self.velocity(
-            tokens, _padded(positions)[0][0], pads, self.caption(rows, caption_pads), time.to(torch.float32)
+            tokens,
+            torch.cat((_padded(places)[0][0], caption)),
+            pads,
+            self.caption(rows, caption_pads),
+            time.to(torch.float32),
         )
         kept = made[:, : size[0] * size[1]].reshape(-1, *size, _PATCH, _PATCH, channels)
         return kept.permute(0, 5, 1, 3, 2, 4).reshape(latents.shape)

@@ -24,6 +24,7 @@ from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import ImageRequest
 from mingc.runtime.request_stream import HiddenRowsItem
 from mingc.runtime.service.drawing import ImagePipeline, negative_messages, picture_prompts, plan_batch
+from mingc.runtime.service.image_builder import others_have_work
 
 WIDTH, INNER = 4096, 8192
 SAMPLER = replace(DIT, hidden_size=WIDTH, feed_forward_size=INNER)  # whose steps need more than the VAE
@@ -108,12 +109,27 @@ def test_a_batch_has_as_many_pictures_as_fit(
 def test_memory_is_planned_for_the_dtype_of_the_networks() -> None:
     """Weights are no measure of it: angles and scales are float32."""
     stage = image_stages()["image_dit"]
-    spec = stage["velocity"].spec
-    inputs = (replace(each, dtype="bfloat16") if each.name == "caption" else each for each in spec.inputs)
-    graphs = {**stage.graphs, "velocity": Graph(replace(spec, inputs=tuple(inputs)), {})}
+    spec = stage["end"].spec
+    inputs = (replace(each, dtype="bfloat16") for each in spec.inputs)
+    graphs = {**stage.graphs, "end": Graph(replace(spec, inputs=tuple(inputs)), {})}
     rough = LoadedStage("image_dit", graphs, {"angles_0": torch.zeros(4)})
     found = [ImageSampler(each, DIT, torch.device("cpu")).itemsize for each in (stage, rough)]
     assert found == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("busy", "gives_way"),
+    [(None, False), ("thinker", True), ("first talker", False), ("second talker", True)],
+)
+def test_pictures_give_way_to_loops_of_their_devices(busy: str | None, gives_way: bool) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+
+    def loop(name: str, device: torch.device) -> Any:
+        return SimpleNamespace(has_work=name == busy, worker=SimpleNamespace(device=device))
+
+    talkers = [loop("first talker", first), loop("second talker", second)]
+    assert others_have_work([second], loop("thinker", second), talkers)() == gives_way
+    assert others_have_work([second], None, talkers)() == (busy == "second talker")
 
 
 def test_two_devices_take_twice_the_pictures_with_guidance() -> None:

@@ -165,7 +165,7 @@ def probed(artifact_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bytes_of_a_text_and_places_in_a_picture_are_in_their_ranges() -> None:
     spec = GraphSpec(
-        name="velocity",
+        name="begin",
         inputs=(tensor("positions", "int64", "N", 3), tensor("ids", "int64", "B", 5)),
         outputs=(),
         dims=(

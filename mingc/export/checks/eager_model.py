@@ -269,12 +269,11 @@ def _velocity(sampler: Any, frames: Sequence[Tensor], caption: Tensor, time: flo
     cells = [each.reshape(channels, grid[0], size, grid[1], size) for each in frames]
     tokens = [each.permute(1, 3, 2, 4, 0).reshape(grid[0] * grid[1], -1) for each in cells]
     axes = (torch.arange(len(frames)) + len(rows) + 1, *map(torch.arange, grid))
-    positions = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
+    positions = torch.cat((padded(places)[0], F.pad(torch.arange(1, len(rows) + 1)[:, None], (0, 2))))
     latents, is_pad = padded(torch.cat(tokens))
     embedded = sampler.caption(rows[None], is_caption_pad)[0]
-    found = sampler.velocity(latents[None], padded(positions)[0], is_pad, embedded, torch.tensor([time]))[0][
-        0
-    ]
+    found = sampler.velocity(latents[None], positions, is_pad, embedded, torch.tensor([time]))[0][0]
     patches: Tensor = found[: grid[0] * grid[1]].reshape(*grid, size, size, channels)
     return patches.permute(4, 0, 2, 1, 3).reshape(channels, height, width)
 

@@ -1,7 +1,7 @@
 """Transformer of the sampler of pictures: caption branch, velocity of latent tokens (spec: imagegen.md §4).
 
-Shape letters: B sequences, N tokens of the picture, K rows of the caption, T tokens, D width, E width of the time
-embedding, d head size, P values of a token.
+Shape letters: B sequences, N tokens of the picture, K rows of the caption, T tokens (N, or N + K), D width, E width of
+the time embedding, d head size, P values of a token.
 """
 
 from __future__ import annotations
@@ -95,6 +95,10 @@ class ImageBlock(nn.Module):
         x, inner = add_gated_norm(x, context, self.attention_norm2, gate1, self.ffn_norm1, scale2, self.eps)
         return add_gated(x, self.feed_forward(inner), self.ffn_norm2, gate2, self.eps)
 
+    def modulated(self, x: Tensor, cos: Tensor, sin: Tensor, embedded: Tensor) -> tuple[Tensor]:
+        """A modulated block as a graph: `cos` and `sin` (T, d/2) float32, `embedded` (B, E)."""
+        return (self(x, (cos, sin), embedded),)
+
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Bidirectional attention within each sequence, (B, T, D) → (B, T, D).
 
@@ -166,23 +170,34 @@ class ImageTransformer(nn.Module):
             x = block(x, rope)
         return (x,)
 
+    def begin(
+        self, latents: Tensor, positions: Tensor, is_pad: Tensor, time: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the blocks of a step read: x (B, N, D), cosines and sines (T, d/2), embedded times (B, E).
+
+        `latents` (B, N, P) float32, `positions` (T, 3) of the picture and then of the caption, `is_pad` (N,) bool.
+        """
+        x = self.embed(latents.to(self.embed.weight.dtype))
+        x = torch.where(is_pad.unsqueeze(1), self.token_pad, x)
+        return (x, *self.rope(positions), self.time_embedding(time))
+
+    def end(self, x: Tensor, embedded: Tensor) -> tuple[Tensor]:
+        """Velocity (B, T, P) float32 of the tokens x (B, T, D) after the last block."""
+        scale = 1 + self.head_scale(F.silu(embedded)).unsqueeze(1)
+        return (self.head(F.layer_norm(x, x.shape[-1:], eps=_HEAD_EPS) * scale).float(),)
+
     def velocity(
         self, latents: Tensor, positions: Tensor, is_pad: Tensor, caption: Tensor, time: Tensor
     ) -> tuple[Tensor]:
-        """Velocity of the tokens `latents` (B, N, P) float32 at `time` (B,), as in the graph's spec."""
-        x = self.embed(latents.to(self.embed.weight.dtype))
-        x = torch.where(is_pad.unsqueeze(1), self.token_pad, x)
-        rope, caption_rope = self.rope(positions), self.caption_rope(caption)
-        embedded = self.time_embedding(time)
+        """A whole step: the velocity (B, N, P) float32, with `caption` (B, K, D); the rest as of `begin`."""
+        x, cos, sin, embedded = self.begin(latents, positions, is_pad, time)
+        count = x.shape[1]
         for block in self.noise_refiner:
-            x = block(x, rope, embedded)
+            x = block(x, (cos[:count], sin[:count]), embedded)
         x = torch.cat((x, caption), dim=1)
-        joint = (torch.cat((rope[0], caption_rope[0])), torch.cat((rope[1], caption_rope[1])))
         for block in self.layers:
-            x = block(x, joint, embedded)
-        kept = x[:, : latents.shape[1]]
-        scale = 1 + self.head_scale(F.silu(embedded)).unsqueeze(1)
-        return (self.head(F.layer_norm(kept, kept.shape[-1:], eps=_HEAD_EPS) * scale).float(),)
+            x = block(x, (cos, sin), embedded)
+        return (self.end(x, embedded)[0][:, :count],)
 
 
 def image_transformer_weights(config: ImageTransformerConfig, *, part: str) -> list[WeightSource]:

@@ -1,15 +1,16 @@
-"""Sampler of pictures: the caption's rows once a picture, then the velocity of its latents once a step.
+"""Sampler of pictures: the caption's rows once a picture, then the velocity of its latents once a step, block by block.
 
-The steps themselves are the runtime's: it guides, integrates and can be stopped between two of them. Latents, times and
-velocities are float32; the networks run in the recipe's dtype (spec: imagegen.md §4, §5, §9).
+The steps themselves are the runtime's: it guides, integrates, and gives way or stops between two blocks. Noise refiners
+and layers share the engine of `block`. Latents, times and velocities are float32; the networks run in the recipe's
+dtype (spec: imagegen.md §4, §5, §9).
 
-Shape letters: B sequences (with guidance two a picture), N tokens of the picture, K rows of the caption, P values of a
-token, C width of a caption row, D width.
+Shape letters: B sequences (with guidance two a picture), N tokens of the picture, K rows of the caption, T tokens of
+both or, in a noise refiner, of the picture; P values of a token, C width of a caption row, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,7 @@ _PART = "transformer"
 _MULTIPLE = 32  # tokens of picture and caption are padded to multiples of this, in the reference
 _MAX_TOKENS = 16384  # a picture of 2048 × 2048, or two frames of a smaller one
 # With guidance, of 1024 × 1024 pixels, and at the released sizes with a text to show.
-_TYPICAL_DIMS = {"B": 2, "N": 4096, "K": 512}
+_TYPICAL_DIMS = {"B": 2, "N": 4096, "K": 512, "T": 4096 + 512}
 # Default arguments of the reference.
 _NUM_STEPS = 30
 _GUIDANCE = 2.0
@@ -102,7 +103,8 @@ class ImageDitStage(Stage):
         return image_transformer_weights(config.transformer, part=_PART)
 
     def graphs(self, config: ImageDitConfig, shard: Shard, options: StageOptions) -> Sequence[GraphDef]:
-        return [_caption_graph(config, options), _velocity_graph(config, options)]
+        graphs = _Graphs(config, options)
+        return [graphs.caption(), graphs.begin(), graphs.block(), graphs.end()]
 
     def parameters(self, config: ImageDitConfig, options: StageOptions) -> ImageDitParameters:
         transformer = config.transformer
@@ -169,94 +171,166 @@ def _transformer_config(part: Part) -> ImageTransformerConfig:
     )
 
 
-def _dims(config: ImageDitConfig, options: StageOptions) -> dict[str, Dim]:
-    """Dims without buckets: one engine takes every size, on every target."""
-    return {
-        "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch),
-        "N": Dim(name="N", minimum=_MULTIPLE, maximum=_MAX_TOKENS, multiple=_MULTIPLE),
-        "K": Dim(name="K", minimum=_MULTIPLE, maximum=config.max_caption_rows, multiple=_MULTIPLE),
-    }
+class _Graphs:
+    """Definitions of the graphs, with example inputs.
 
+    Their dims have no buckets: one engine takes every size, on every target.
+    """
 
-def _caption_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
-    transformer = config.transformer
-    dims = _dims(config, options)
-
-    def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        rows = torch.randn(sizes["B"], sizes["K"], transformer.caption_width, generator=generator)
-        return {"rows": F.normalize(rows, dim=-1), "is_pad": torch.arange(sizes["K"]) >= sizes["K"] - 5}
-
-    spec = GraphSpec(
-        name="caption",
-        inputs=(
-            TensorSpec(name="rows", dtype="float32", shape=("B", "K", transformer.caption_width)),
-            TensorSpec(name="is_pad", dtype="bool", shape=("K",)),
-        ),
-        outputs=(
-            TensorSpec(
-                name="caption", dtype=dtype_name(options.dtype), shape=("B", "K", transformer.hidden_size)
-            ),
-        ),
-        dims=(dims["B"], dims["K"]),
-    )
-    return GraphDef(
-        spec=spec,
-        method="caption",
-        example=example,
-        trace_dims={"B": 2, "K": 3 * _MULTIPLE},
-        check_dims={"B": 2, "K": 2 * _MULTIPLE},
-        typical_dims={name: _TYPICAL_DIMS[name] for name in "BK"},
-    )
-
-
-def _velocity_graph(config: ImageDitConfig, options: StageOptions) -> GraphDef:
-    transformer = config.transformer
-    dims = _dims(config, options)
-    columns = 8  # of the example's picture
-
-    def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
-        batch, tokens, rows = sizes["B"], sizes["N"], sizes["K"]
-        is_pad = torch.arange(tokens) >= tokens - columns
-        index = torch.arange(tokens).where(~is_pad, 0)
-        frame = torch.where(is_pad, 0, rows + 1)
-        caption = torch.randn(batch, rows, transformer.hidden_size, generator=generator)
-        return {
-            "latents": torch.randn(batch, tokens, transformer.token_values, generator=generator),
-            "positions": torch.stack(
-                (frame, index // columns % transformer.axes_lens[1], index % columns), 1
-            ),
-            "is_pad": is_pad,
-            "caption": caption.to(options.dtype),
-            "time": torch.rand(batch, generator=generator),
+    def __init__(self, config: ImageDitConfig, options: StageOptions) -> None:
+        self._transformer, self._dtype = config.transformer, options.dtype
+        rows = config.max_caption_rows
+        self._dims = {
+            "B": Dim(name="B", minimum=1, maximum=2 * options.max_batch),
+            **{
+                name: Dim(name=name, minimum=_MULTIPLE, maximum=most, multiple=_MULTIPLE)
+                for name, most in (("N", _MAX_TOKENS), ("K", rows), ("T", _MAX_TOKENS + rows))
+            },
         }
 
-    def tokens(name: str) -> TensorSpec:
-        return TensorSpec(name=name, dtype="float32", shape=("B", "N", transformer.token_values))
+    def caption(self) -> GraphDef:
+        width = self._transformer.caption_width
 
-    spec = GraphSpec(
-        name="velocity",
-        inputs=(
-            tokens("latents"),
-            # Row or frame, row and column of each token (§4.5): (caption rows + 1 + frame, row, column), of pads zeros.
-            TensorSpec(name="positions", dtype="int64", shape=("N", 3)),
-            TensorSpec(name="is_pad", dtype="bool", shape=("N",)),
-            TensorSpec(
-                name="caption", dtype=dtype_name(options.dtype), shape=("B", "K", transformer.hidden_size)
+        def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+            rows = torch.randn(sizes["B"], sizes["K"], width, generator=generator)
+            return {"rows": F.normalize(rows, dim=-1), "is_pad": torch.arange(sizes["K"]) >= sizes["K"] - 5}
+
+        return self._graph(
+            "caption",
+            "BK",
+            inputs=(
+                TensorSpec(name="rows", dtype="float32", shape=("B", "K", width)),
+                TensorSpec(name="is_pad", dtype="bool", shape=("K",)),
             ),
-            TensorSpec(name="time", dtype="float32", shape=("B",)),  # 1 - σ
-        ),
-        outputs=(tokens("velocity"),),
-        dims=(dims["B"], dims["N"], dims["K"]),
-    )
-    return GraphDef(
-        spec=spec,
-        method="velocity",
-        example=example,
-        trace_dims={"B": 2, "N": 5 * _MULTIPLE, "K": 3 * _MULTIPLE},
-        check_dims={"B": 2, "N": 2 * _MULTIPLE, "K": _MULTIPLE},
-        compile_cost=2,
-        typical_dims=_TYPICAL_DIMS,
-    )
+            outputs=(self._hidden("caption", "K"),),
+            example=example,
+        )
+
+    def begin(self) -> GraphDef:
+        columns = 8  # of the example's picture
+        values = self._transformer.token_values
+
+        def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+            batch, tokens, rows = sizes["B"], sizes["N"], sizes["T"] - sizes["N"]
+            is_pad = torch.arange(tokens) >= tokens - columns
+            index = torch.arange(tokens).where(~is_pad, 0)
+            picture = (
+                torch.where(is_pad, 0, rows + 1),
+                index // columns % self._transformer.axes_lens[1],
+                index % columns,
+            )
+            caption = (torch.arange(1, rows + 1), *(torch.zeros(rows, dtype=torch.int64) for _ in range(2)))
+            return {
+                "latents": torch.randn(batch, tokens, values, generator=generator),
+                "positions": torch.cat((torch.stack(picture, 1), torch.stack(caption, 1))),
+                "is_pad": is_pad,
+                "time": torch.rand(batch, generator=generator),
+            }
+
+        return self._graph(
+            "begin",
+            "BNT",
+            inputs=(
+                TensorSpec(name="latents", dtype="float32", shape=("B", "N", values)),
+                # Row or frame, row and column (§4.5). Tokens: (caption rows + 1 + frame, row, column), zeros of pads;
+                # then rows of the caption: (1 + row, 0, 0).
+                TensorSpec(name="positions", dtype="int64", shape=("T", 3)),
+                TensorSpec(name="is_pad", dtype="bool", shape=("N",)),
+                TensorSpec(name="time", dtype="float32", shape=("B",)),  # 1 - σ
+            ),
+            outputs=(self._hidden("x", "N"), *self._rope(), self._embedded()),
+            example=example,
+        )
+
+    def block(self) -> GraphDef:
+        """A noise refiner, of the picture's tokens, or a layer."""
+        transformer = self._transformer
+
+        def example(sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+            angles = torch.arange(sizes["T"])[:, None] / 7.0 ** torch.arange(transformer.head_dim // 2)
+            made = self._activations(sizes, generator)
+            return {"x": made["x"], "cos": angles.cos(), "sin": angles.sin(), "embedded": made["embedded"]}
+
+        return self._graph(
+            "block",
+            "BT",
+            inputs=(self._hidden("x", "T"), *self._rope(), self._embedded()),
+            outputs=(self._hidden("x", "T"),),
+            example=example,
+            method="modulated",
+            layer_instances=(
+                *(f"noise_refiner.{index}" for index in range(transformer.num_refiner_layers)),
+                *(f"layers.{index}" for index in range(transformer.num_layers)),
+            ),
+        )
+
+    def end(self) -> GraphDef:
+        velocity = TensorSpec(
+            name="velocity", dtype="float32", shape=("B", "T", self._transformer.token_values)
+        )
+        return self._graph(
+            "end",
+            "BT",
+            inputs=(self._hidden("x", "T"), self._embedded()),
+            outputs=(velocity,),
+            example=self._activations,
+        )
+
+    def _graph(
+        self,
+        name: str,
+        dims: str,
+        *,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        example: Callable[[dict[str, int], torch.Generator], dict[str, Tensor]],
+        method: str | None = None,
+        layer_instances: tuple[str, ...] = ("",),
+    ) -> GraphDef:
+        def sizes(found: dict[str, int]) -> dict[str, int]:
+            return {each: found[each] for each in dims}
+
+        return GraphDef(
+            spec=GraphSpec(
+                name=name,
+                inputs=inputs,
+                outputs=outputs,
+                dims=tuple(self._dims[each] for each in dims),
+                layer_instances=layer_instances,
+            ),
+            method=method or name,
+            example=example,
+            trace_dims=sizes({"B": 2, "N": 5 * _MULTIPLE, "K": 3 * _MULTIPLE, "T": 8 * _MULTIPLE}),
+            check_dims=sizes({"B": 2, "N": 2 * _MULTIPLE, "K": 2 * _MULTIPLE, "T": 4 * _MULTIPLE}),
+            typical_dims=sizes(_TYPICAL_DIMS),
+        )
+
+    def _activations(self, sizes: dict[str, int], generator: torch.Generator) -> dict[str, Tensor]:
+        transformer = self._transformer
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self._dtype)
+
+        return {
+            "x": drawn(sizes["B"], sizes["T"], transformer.hidden_size),
+            "embedded": drawn(sizes["B"], transformer.time_width),
+        }
+
+    def _hidden(self, name: str, tokens: str) -> TensorSpec:
+        shape = ("B", tokens, self._transformer.hidden_size)
+        return TensorSpec(name=name, dtype=dtype_name(self._dtype), shape=shape)
+
+    def _rope(self) -> tuple[TensorSpec, TensorSpec]:
+        shape = ("T", self._transformer.head_dim // 2)
+        return (
+            TensorSpec(name="cos", dtype="float32", shape=shape),
+            TensorSpec(name="sin", dtype="float32", shape=shape),
+        )
+
+    def _embedded(self) -> TensorSpec:
+        """The embedded times."""
+        shape = ("B", self._transformer.time_width)
+        return TensorSpec(name="embedded", dtype=dtype_name(self._dtype), shape=shape)
 
 
 STAGE = ImageDitStage()

@@ -1,10 +1,13 @@
 """Image engines: the graphs of the stages that make a picture of hidden rows, on one device.
 
 Shape letters: B pictures, Q queries, D the thinker's width, C the width of a row, K rows of a caption with padding,
-N tokens of a picture with padding, h and w a picture's latents.
+N tokens of a picture with padding, T both, h and w a picture's latents.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from mingc.artifacts.parameters import ImageDitParameters, ImageVaeParameters
 from mingc.dtypes import torch_dtype
+from mingc.runtime.engines.base import Graph
 from mingc.runtime.engines.cuda_graphs import current_device
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.images.tokens import TokenLayout, padded
@@ -22,19 +26,24 @@ class ImageSampler:
     """Calls the sampler's graphs on one device.
 
     Attributes:
+        num_blocks: of a step.
         itemsize: bytes of a value of its networks.
     """
 
     def __init__(self, stage: LoadedStage, parameters: ImageDitParameters, device: torch.device) -> None:
         self.device = device
         self._token_multiple = parameters.token_multiple
-        self._caption, self._velocity = stage["caption"], stage["velocity"]
-        self.itemsize = torch_dtype(self._velocity.spec.input("caption").dtype).itemsize
+        self._caption, self._begin, self._end = (stage[name] for name in ("caption", "begin", "end"))
+        blocks = stage.layer_instances("block")
+        self._blocks = (*blocks.values(),)
+        self._num_refiners = sum(name.startswith("noise_refiner.") for name in blocks)
+        self.num_blocks = len(blocks)
+        self.itemsize = torch_dtype(self._end.spec.input("x").dtype).itemsize
 
     @property
     def max_batch(self) -> int:
-        """Samples in a call of `velocity` at most; with guidance each picture has two."""
-        return self._velocity.spec.dim("B").maximum
+        """Samples in a step at most; with guidance each picture has two."""
+        return self._begin.spec.dim("B").maximum
 
     def caption(self, rows: Tensor) -> Tensor:
         """Rows (n, C) float32 of one caption → its tokens (K, width), ready for all steps."""
@@ -46,18 +55,34 @@ class ImageSampler:
         return self._caption.run(rows=given, is_pad=is_pad)["caption"][0]
 
     def velocity(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Tensor:
-        """The network's output (B, N, 64) float32 for tokens (B, N, 64) float32 and captions (B, K, width).
+        """The network's output (B, N, 64) float32. Arguments: as of `blocks`."""
+        return deque(self.blocks(tokens, caption, layout, time), maxlen=1).pop()
 
-        All arguments are on the device.
+    def blocks(self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float) -> Iterator[Tensor]:
+        """Launch a step block by block: `num_blocks` items, each after a block, of which the last is the velocity.
+
+        `tokens` (B, N, 64) float32, `caption` (B, K, width), all on the device. Set the same streams for every block.
         """
+        count = tokens.shape[1]
+        times = torch.full((len(tokens),), time, device=self.device)
+        given = self._run(
+            self._begin, latents=tokens, positions=layout.positions, is_pad=layout.is_pad, time=times
+        )
+        x, cos, sin, embedded = (given[name] for name in ("x", "cos", "sin", "embedded"))
+        del given
+        for index, block in enumerate(self._blocks):
+            is_refiner = index < self._num_refiners
+            if index == self._num_refiners:
+                x = torch.cat((x, caption), dim=1)
+            rope = {"cos": cos[:count], "sin": sin[:count]} if is_refiner else {"cos": cos, "sin": sin}
+            x = self._run(block, x=x, **rope, embedded=embedded)["x"]
+            if index + 1 < self.num_blocks:
+                yield x
+        yield self._run(self._end, x=x, embedded=embedded)["velocity"][:, :count]
+
+    def _run(self, graph: Graph, **tensors: Tensor) -> dict[str, Tensor]:
         with current_device(self.device):  # an engine runs on the current stream of the current device
-            return self._velocity.run(
-                latents=tokens,
-                positions=layout.positions,
-                is_pad=layout.is_pad,
-                caption=caption,
-                time=torch.full((len(tokens),), time, device=self.device),
-            )["velocity"]
+            return graph.run(**tensors)
 
 
 class ImageEngines:

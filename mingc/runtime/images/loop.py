@@ -1,13 +1,17 @@
-"""Image loop: a thread that draws the pictures of all requests, one step of one batch at a time.
+"""Image loop: a thread that draws the pictures of all requests, one block of a step of one batch at a time.
 
-Its streams have the lowest priority, so that chats and speech overtake it on each device. A batch runs to its end; then
-the requests take turns.
+Its streams have the lowest priority, so that chats and speech overtake it on each device. But priorities decide only
+when a kernel ends, and those of a block run for up to milliseconds on the whole device, while a step of the thinker is
+hundreds of short ones in a row. So while others have work, the device has nothing of a picture to run for some time
+after each block. A batch runs to its end; then the requests take turns.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +27,12 @@ from mingc.runtime.request import ImageDone, ImageProgress, PartialImage, Record
 from mingc.runtime.request_stream import FailedItem, Item
 
 log = logging.getLogger("mingc.engine")
+
+_SHARE = 0.25  # of the device's time, which pictures take at most while others have work there
+_MOST_AHEAD = (
+    1  # blocks that wait behind the one that runs; work of others that begins meanwhile waits for both
+)
+_POLL_S = 0.005  # how often a pause checks whether the others still have work
 
 
 @dataclass(slots=True, eq=False)
@@ -63,15 +73,27 @@ class ImageLoop(EngineThread):
 
     Args:
         max_waiting: jobs that may wait for their first batch.
+        clock: returns seconds.
 
     Attributes:
+        others_have_work: whether thinker or talkers have, on a device that draws.
         num_drawn, num_steps: pictures and steps of batches since the start.
     """
 
-    def __init__(self, worker: ImageWorker, *, max_waiting: int = 128) -> None:
+    def __init__(
+        self,
+        worker: ImageWorker,
+        *,
+        max_waiting: int = 128,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__("image generator")
         self.worker = worker
         self.max_waiting = max_waiting
+        self.others_have_work: Callable[[], bool] = lambda: False
+        self._clock = clock
+        self._launched: deque[Callable[[], None]] = deque()  # wait for the blocks that are launched
+        self._resume_at = 0.0  # when a pause ends, by `clock`
         self._jobs: dict[int, _Job] = {}
         self._running: _Running | None = None
         self._ids = itertools.count(1)
@@ -130,7 +152,7 @@ class ImageLoop(EngineThread):
         return job
 
     def cancel(self, job: int) -> None:
-        """Remove a job before the next step; does nothing if it is unknown."""
+        """Remove a job before the next block; does nothing if it is unknown."""
         self.post(lambda: self._remove(job))
 
     def _run(self) -> None:
@@ -149,6 +171,9 @@ class ImageLoop(EngineThread):
         job = self._next_job() if running is None else running.id
         if job is None:
             return False
+        if self._pauses():
+            return True
+        began = self._clock()
         try:
             if running is None:
                 self._begin(job)
@@ -156,10 +181,36 @@ class ImageLoop(EngineThread):
                 self._advance(running)
             else:
                 self._finish_picture(running)
+            self._wait_for_blocks(began)
         except Exception as error:
+            self._launched.clear()
             log.error("a step of the image generator failed", exc_info=error)
             mapped: ServeError = WorkerError(f"the image generator failed: {error}", where="image_dit")
-            self._fail(job, error if isinstance(error, ServeError) else mapped)
+            if job in self._jobs:
+                self._fail(job, error if isinstance(error, ServeError) else mapped)
+        return True
+
+    def _wait_for_blocks(self, began: float) -> None:
+        """Wait for what is launched: for all of it, and then begin a pause, if others have work; else for all but some.
+
+        `began`: when the last of it was launched.
+        """
+        is_shared = self.others_have_work()
+        self._launched.append(self.worker.record_end())
+        while len(self._launched) > (0 if is_shared else _MOST_AHEAD):
+            self._launched.popleft()()
+        if is_shared:
+            now = self._clock()
+            self._resume_at = now + (now - began) * (1 / _SHARE - 1)
+
+    def _pauses(self) -> bool:
+        """Wait for a while in a pause. Returns whether there was one."""
+        left = self._resume_at - self._clock()
+        if left <= 0 or not self.others_have_work():
+            return False
+        with self._lock:
+            if not self._is_woken:
+                self._wake.wait(min(left, _POLL_S))
         return True
 
     def _next_job(self) -> int | None:
@@ -185,9 +236,10 @@ class ImageLoop(EngineThread):
             self._running = _Running(id, job, first, batch, steps)
 
     def _advance(self, running: _Running) -> None:
-        """Launch a step, and send what is complete."""
+        """Launch a block, and send what is complete after a step."""
         batch, job, before = running.batch, running.job, running.batch.num_done
-        self.worker.step(batch)
+        if not self.worker.advance(batch):
+            return
         self.num_steps += 1
         if batch.is_finished or batch.step in running.partials:
             self.worker.wait(batch)

@@ -41,8 +41,8 @@ class TokenLayout:
 
     Attributes:
         num_noisy: tokens of the picture itself, which come first; those of a reference follow.
-        positions: (N, 3) int64: caption or frame, row, column of all tokens with padding.
-        is_pad: (N,) bool.
+        positions: (T, 3) int64: caption or frame, row, column of all tokens with padding, then of the caption's rows.
+        is_pad: (N,) bool, of the tokens.
     """
 
     num_noisy: int
@@ -64,7 +64,9 @@ def token_layout(
     rows, columns = (side // parameters.patch_size for side in size)
     grid = torch.cartesian_prod(torch.arange(num_frames), torch.arange(rows), torch.arange(columns))
     grid[:, 0] += num_caption + 1
-    positions = torch.zeros(padded(len(grid), parameters.token_multiple), 3, dtype=torch.int64)
+    count = padded(len(grid), parameters.token_multiple)
+    positions = torch.zeros(count + num_caption, 3, dtype=torch.int64)
     positions[: len(grid)] = grid
-    is_pad = torch.arange(len(positions)) >= len(grid)
+    positions[count:, 0] = torch.arange(1, num_caption + 1)
+    is_pad = torch.arange(count) >= len(grid)
     return TokenLayout(num_noisy=rows * columns, positions=positions, is_pad=is_pad)

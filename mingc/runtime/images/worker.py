@@ -1,4 +1,4 @@
-"""Image worker: draws batches of pictures, one step of the sampler at a time.
+"""Image worker: draws batches of pictures, one block of a step of the sampler at a time.
 
 A batch has pictures of one request: they share size, steps, guidance and caption, and each has its own noise. What
 runs beside a batch decides nothing in it, so a seed gives the same pictures at any load. With guidance, a second device
@@ -10,7 +10,7 @@ Copies between two devices are ordered with the current streams of both, so a ca
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -112,12 +112,14 @@ class _Part:
             first = self._layout.num_noisy
             self._inputs[:, :, first : first + len(prepared.reference)].copy_(prepared.reference)
 
-    def velocity(self, tokens: Tensor, time: float) -> Tensor:
-        """Launch a step of `tokens` → (samples, B, n, 64), on the part's device."""
-        num_noisy = self._layout.num_noisy
-        self._inputs[:, :, :num_noisy].copy_(tokens)
-        made = self._sampler.velocity(self._inputs.flatten(0, 1), self._captions, self._layout, time)
-        return made.view(self._inputs.shape)[:, :, :num_noisy]
+    def blocks(self, tokens: Tensor, time: float) -> Iterator[Tensor]:
+        """Begin a step of `tokens`: see `ImageSampler.blocks`."""
+        self._inputs[:, :, : self._layout.num_noisy].copy_(tokens)
+        return self._sampler.blocks(self._inputs.flatten(0, 1), self._captions, self._layout, time)
+
+    def samples(self, velocity: Tensor) -> Tensor:
+        """The last item of `blocks` → (samples, B, n, 64), on the part's device."""
+        return velocity.view(self._inputs.shape)[:, :, : self._layout.num_noisy]
 
 
 class Batch:
@@ -128,6 +130,8 @@ class Batch:
         tokens: (B, n, 64) float32, the noisy pictures after `step` steps.
         velocity: (B, n, 64), guided, of the last step.
         parts: each computes as many samples of a picture.
+        blocks: of the step that is being launched, an item of each part, the last part first.
+        num_blocks: of them, so many are launched.
         checks: whether the tokens after each step that is not known to be done are finite.
     """
 
@@ -138,6 +142,8 @@ class Batch:
         self.step = 0
         captions = prepared.captions.chunk(len(samplers))
         self.parts = [_Part(*each, tokens) for each in zip(samplers, repeat(prepared), captions)]
+        self.blocks: Iterator[tuple[Tensor, ...]] = iter(())
+        self.num_blocks = 0
         self.checks: deque[AsyncHostCopy] = deque()
 
     @property
@@ -196,9 +202,14 @@ class ImageWorker:
         tokens = to_tokens(noise, parameters.patch_size).to(self.device)
         return Batch(prepared, tokens, self.samplers[: prepared.drawing.num_samples])
 
-    @torch.inference_mode()
     def step(self, batch: Batch) -> None:
-        """Launch the next step, and wait for the one before: a device always has a step to run.
+        """Launch the rest of a step. Raises: as of `advance`."""
+        while not self.advance(batch):
+            pass
+
+    @torch.inference_mode()
+    def advance(self, batch: Batch) -> bool:
+        """Launch a block on each device. Returns whether it was the last of a step; then waits for the step before.
 
         Raises: WorkerError when the result of a step that is done is not finite.
         """
@@ -206,9 +217,17 @@ class ImageWorker:
         level, after = prepared.levels[batch.step : batch.step + 2]
         steps = np.float32(self.engines.parameters.num_train_steps)
         time = float((steps - steps * level) / steps)  # rounded as in the reference
-        # The second device first: a copy of the tokens waits for what this device has been given before it.
-        parts = [part.velocity(batch.tokens, time) for part in reversed(batch.parts)]
-        samples = torch.cat([each.to(self.device) for each in reversed(parts)])
+        # The second device first: copies between both wait for what this device has been given before them.
+        parts = batch.parts[::-1]
+        if not batch.num_blocks:
+            batch.blocks = zip(*[part.blocks(batch.tokens, time) for part in parts], strict=True)
+        made = next(batch.blocks)
+        batch.num_blocks += 1
+        if batch.num_blocks < self.engines.sampler.num_blocks:
+            return False
+        batch.blocks, batch.num_blocks = iter(()), 0  # drops what the last block made
+        found = [part.samples(each) for part, each in zip(parts, made, strict=True)]
+        samples = torch.cat([each.to(self.device) for each in reversed(found)])
         velocity = samples[0]
         if len(samples) == 2:
             positive, negative = samples
@@ -218,9 +237,25 @@ class ImageWorker:
         batch.step += 1
         batch.checks.append(AsyncHostCopy(batch.tokens.isfinite().all()))
         self._check(batch, num_left=1)
+        return True
+
+    def record_end(self) -> Callable[[], None]:
+        """Returns a function that waits until the devices have run all that is launched by now."""
+        events = []
+        for sampler in self.samplers:
+            if sampler.device.type == "cuda":
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(sampler.device))
+                events.append(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
 
     def wait(self, batch: Batch) -> None:
-        """Wait for all launched steps. Raises: as of `step`."""
+        """Wait for all launched steps. Raises: as of `advance`."""
         self._check(batch, num_left=0)
 
     def _check(self, batch: Batch, *, num_left: int) -> None:

@@ -25,7 +25,7 @@ from mingc.runtime.service.devices import (
     start_device,
     talker_devices,
 )
-from mingc.runtime.service.image_builder import build_images
+from mingc.runtime.service.image_builder import build_images, others_have_work
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.options import EngineOptions
 from mingc.runtime.service.pipelines import ChatPipeline
@@ -135,6 +135,12 @@ def open_service(
             with clock.phase("set up chat: tokenizer, scheduler, decoders of media"):
                 reserved = 0 if images is None or not {*for_images} & {*devices} else images.num_bytes
                 ranks, chat = build_chat(context, chat_stages, devices, media, reserved_bytes=reserved)
+        if images is not None:
+            images.loop.others_have_work = others_have_work(
+                for_images,
+                None if chat is None or not {*for_images} & {*devices} else chat.loop,
+                () if speech is None else speech.talkers.loops,
+            )
         # Asking for the memory of another rank's device creates a CUDA context there, unless `kv_tokens` has done so.
         has_measured = chat is not None and options.max_total_tokens is None
         context.memory.log(free_bytes([*dict.fromkeys((*own_devices, *(devices if has_measured else ())))]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,6 +20,8 @@ from mingc.runtime.images.worker import ImageWorker
 from mingc.runtime.service.build_context import BuildContext
 from mingc.runtime.service.drawing import ImagePipeline
 from mingc.runtime.service.served_stages import ImageStages
+from mingc.runtime.talker.loop import TalkerLoop
+from mingc.runtime.thinker.loop import ThinkerLoop
 
 _LARGEST_PICTURES = 2  # drawing may take as much as so many of the largest pictures with a reference
 _HOST_SHARE = 0.5  # of the free memory of a host
@@ -73,6 +75,17 @@ def build_images(
         if stages.glyphs is None
         else GlyphTokenizer(stages.glyphs.added_tokens, stages.glyphs.max_length),
     )
+
+
+def others_have_work(
+    devices: Sequence[torch.device], thinker: ThinkerLoop | None, talkers: Sequence[TalkerLoop]
+) -> Callable[[], bool]:
+    """Whether the thinker, which is on one of `devices`, or those of the talkers that are there have work."""
+    loops: list[ThinkerLoop | TalkerLoop] = [
+        *([] if thinker is None else [thinker]),
+        *(each for each in talkers if each.worker.device in devices),
+    ]
+    return lambda: any(each.has_work for each in loops)
 
 
 def _free_bytes(device: torch.device, num_devices: int, ranks: Sequence[torch.device]) -> float:

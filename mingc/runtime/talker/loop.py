@@ -99,6 +99,11 @@ class TalkerLoop(EngineThread):
         }
 
     @property
+    def has_work(self) -> bool:
+        """Whether patches are in flight: between those of paced speech the device is free. Any thread may read it."""
+        return bool(self._launched)
+
+    @property
     def num_streams(self) -> int:
         """How many streams are open: they speak, wait to speak, or have no segment yet."""
         return len(self._streams)
@@ -290,11 +295,11 @@ class TalkerLoop(EngineThread):
 
     def _launch(self, slots: Sequence[int]) -> None:
         left, before, launched_at = self.worker.remaining_s(), time.perf_counter(), self._clock()
+        self._launched.append((self.worker.batch_size(len(slots)), launched_at))
         self.worker.launch(slots)  # on a CPU it runs the patch
         self._launch_timing.observe(left - (time.perf_counter() - before), was_held=self._was_held)
         self._was_held = False
         self._num_joined = 0
-        self._launched.append((self.worker.batch_size(len(slots)), launched_at))
         with self._lock:
             owner = self.scheduler.slots.owner
             ending = {owner(slot) for slot in slots if not self.worker.is_launchable(slot)}

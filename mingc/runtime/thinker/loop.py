@@ -151,6 +151,11 @@ class ThinkerLoop(EngineThread):
         }
 
     @property
+    def has_work(self) -> bool:
+        """Whether requests run or wait. Any thread may read it."""
+        return bool(self._requests)
+
+    @property
     def has_prefix_cache(self) -> bool:
         return self._prefix_salt is not None
 
