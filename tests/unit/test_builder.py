@@ -541,7 +541,9 @@ def two_ranks(artifact_path: Path, manifest: Manifest, monkeypatch: pytest.Monke
     monkeypatch.setattr(builder, "find_speech_stages", lambda _: speech)
     monkeypatch.setattr(builder, "check_loadable", lambda *_: None)
     monkeypatch.setattr(builder, "build_chat", lambda *_, **__: (None, None))
-    monkeypatch.setattr(builder, "build_speech", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(
+        builder, "build_speech", lambda *_: SimpleNamespace(talkers=SimpleNamespace(loops=()))
+    )
     monkeypatch.setattr(builder, "OmniService", lambda info, **parts: SimpleNamespace(**parts))
     return artifact_path
 
@@ -689,7 +691,7 @@ def test_the_log_warns_of_an_unknown_gpu(
         "find_chat_stages": lambda _: None,
         "find_speech_stages": lambda _: stages,
         "check_loadable": lambda *_: None,
-        "build_speech": lambda *_: SimpleNamespace(),
+        "build_speech": lambda *_: SimpleNamespace(talkers=SimpleNamespace(loops=())),
         "OmniService": lambda info, **_: info,
     }
     for each, value in replacements.items():
@@ -747,7 +749,7 @@ def test_kv_pages_leave_the_memory_of_pictures_free_where_they_share_a_device(
 
     def build_images(context: object, stages: object, devices: object, ranks: object) -> object:
         seen.extend((devices, ranks))
-        return SimpleNamespace(num_bytes=123)
+        return SimpleNamespace(num_bytes=123, loop=SimpleNamespace())
 
     def build_chat(*parts: object, reserved_bytes: int) -> tuple[None, None]:
         seen.append(reserved_bytes)
