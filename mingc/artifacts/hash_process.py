@@ -1,8 +1,8 @@
 """Hashes large files of an artifact in another process, while this one loads them.
 
 Threads of the loading process would wait: it holds Python's lock while it opens engines and captures graphs.
-`python -m mingc.artifacts.hash_process REGIONS` writes a line for each hash. It ends when its stdin closes, also when
-its parent is killed.
+`python -m mingc.artifacts.hash_process` reads a line with the regions and writes a line for each hash. It ends when its
+stdin closes, also when its parent is killed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Cal
     with _child(regions.values()) as child:
 
         def wait() -> None:
-            while (
-                child.poll() is None
-            ):  # a signal may come just before a call that blocks, and would wait for its end
+            # A signal may come just before a call that blocks, and would wait for its end.
+            while child.poll() is None:
                 time.sleep(_POLL_S)
             assert child.stdout is not None, "it has a pipe, which holds all lines"
             for line in child.stdout:
@@ -70,12 +69,15 @@ def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[str]]:
     largest_first = sorted(regions, key=lambda each: -each.size_bytes)
     described = [(each.name, str(each.path), each.offset, each.size_bytes) for each in largest_first]
     with subprocess.Popen(
-        [sys.executable, "-m", "mingc.artifacts.hash_process", json.dumps(described)],
+        [sys.executable, "-m", "mingc.artifacts.hash_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
     ) as child:
         try:
+            assert child.stdin is not None, "it has a pipe"
+            child.stdin.write(json.dumps(described) + "\n")
+            child.stdin.flush()
             yield child
         finally:
             child.kill()
@@ -85,15 +87,14 @@ def _main() -> None:
     # A terminal sends these signals to the whole process group; the parent decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    described = json.loads(sys.stdin.readline())
+    regions = [FileRegion(Path(path), name, offset, size) for name, path, offset, size in described]
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    regions = [
-        FileRegion(Path(path), name, offset, size) for name, path, offset, size in json.loads(sys.argv[1])
-    ]
-    with ThreadPoolExecutor(
-        max(1, min(8, (os.cpu_count() or 1) - 1))
-    ) as pool:  # a core is left for the parent
+    num_threads = max(1, min(8, (os.cpu_count() or 1) - 1))  # a core is left for the parent
+    with ThreadPoolExecutor(num_threads) as pool:
         for result in pool.map(_hash, regions):
-            print(json.dumps(result), flush=True)
+            sys.stdout.write(json.dumps(result) + "\n")
+            sys.stdout.flush()
 
 
 def _hash(region: FileRegion) -> tuple[str, str, tuple[int | None, str | None] | None]:
