@@ -537,6 +537,7 @@ def measure(given: argparse.Namespace, bench: Measurement, save: Callable[[], No
             print(name, *bench.breakdown[name], sep="\n", flush=True)
         for case, (name, engines) in itertools.product(step_cases(largest, smaller), variants.items()):
             bench.attempt(functools.partial(bench.step, engines, name, case))
+            save()
         for name, engines in variants.items():
             bench.attempt(functools.partial(bench.error, engines, name, Case(size=squares[-1])))
         save()
@@ -552,7 +553,7 @@ def measure(given: argparse.Namespace, bench: Measurement, save: Callable[[], No
                 continue
             for second in others[name]:
                 bench.attempt(functools.partial(bench.picture, engines, second, name, case, given.steps))
-        save()
+                save()
     if "once" in given.parts:
         buckets = dict.fromkeys([*squares, largest_bucket() if bench.device.type == "cuda" else largest])
         for name, engines in variants.items():
@@ -595,7 +596,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=arguments.whole(1), default=8, help="compiler processes at a time")
     parser.add_argument("--configs", type=Path, default=CONFIGS, help="folder of a checkpoint's configs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--json", type=Path, help="write the result here, after each part")
+    parser.add_argument("--json", type=Path, help="write the result here, again after each figure")
     given = harness.parse_args(parser)
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
