@@ -29,9 +29,8 @@ from mingc.runtime.request_stream import FailedItem, Item
 log = logging.getLogger("mingc.engine")
 
 _SHARE = 0.25  # of the device's time, which pictures take at most while others have work there
-_MOST_AHEAD = (
-    1  # blocks that wait behind the one that runs; work of others that begins meanwhile waits for both
-)
+# Blocks that wait behind the one that runs; work of others that begins meanwhile waits for both.
+_MOST_AHEAD = 1
 _POLL_S = 0.005  # how often a pause checks whether the others still have work
 
 
