@@ -48,7 +48,7 @@ def vae(checkpoint: Checkpoint) -> ImageVae:
 
 def networks(module: ImageTransformer) -> Networks:
     return Networks(
-        caption=lambda *inputs: module.caption(*inputs)[0],
+        caption=lambda *inputs: module.ends.caption(*inputs)[0],
         velocity=lambda *inputs: module.velocity(*inputs)[0],
     )
 
@@ -73,10 +73,10 @@ def test_a_forward_matches(case: str, module: ImageTransformer) -> None:
 def test_every_part_of_a_forward_matches(case: str, module: ImageTransformer) -> None:
     inner = {name.removeprefix(f"{case}.inner."): value for name, value in DIT.items() if ".inner." in name}
     made: dict[str, Tensor] = {}
-    names = ("embed", "context_refiner.0", "noise_refiner.0", "layers.0", "layers.1", "head")
+    names = ("ends.embed", "ends.context_refiner.0", "noise_refiner.0", "layers.0", "layers.1", "ends.head")
 
     def keep(name: str) -> Any:
-        return lambda _module, _inputs, output: made.__setitem__(name, output)
+        return lambda _module, _inputs, output: made.__setitem__(name.removeprefix("ends."), output)
 
     hooks = [module.get_submodule(name).register_forward_hook(keep(name)) for name in names]
     try:
@@ -84,8 +84,8 @@ def test_every_part_of_a_forward_matches(case: str, module: ImageTransformer) ->
     finally:
         for hook in hooks:
             hook.remove()
-    made["t_emb"] = module.time_embedding(DIT[f"{case}.t"].view(1))
-    made["x_rope_cos"], made["x_rope_sin"] = module.rope(inner["x_pos"].long())
+    made["t_emb"] = module.ends.time_embedding(DIT[f"{case}.t"].view(1))
+    made["x_rope_cos"], made["x_rope_sin"] = module.ends.rope(inner["x_pos"].long())
     made["final_layer"] = made.pop("head")
     inner["final_layer"] = inner["final_layer"][
         :, : made["final_layer"].shape[1]
@@ -293,7 +293,7 @@ def test_angles_are_rounded_once() -> None:
     sources = {each.name: each for each in STAGE.weights(STAGE.config(open_configs(RELEASED)), Shard())}
     for axis, (size, length) in enumerate(((32, 1536), (48, 512), (48, 512))):
         expected = np.outer(np.arange(length), 256.0 ** (-np.arange(0, size, 2) / size))
-        np.testing.assert_array_equal(sources[f"angles_{axis}"].compute().numpy(), np.float32(expected))
+        np.testing.assert_array_equal(sources[f"ends.angles_{axis}"].compute().numpy(), np.float32(expected))
 
 
 @pytest.mark.parametrize(("length", "rows"), [(66, 32), (67, 64), (1536, 1504)])

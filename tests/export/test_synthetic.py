@@ -13,10 +13,11 @@ from mingc.errors import CheckpointError, ConfigError
 from mingc.export.assets import tokenizers
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.coverage import check_coverage
-from mingc.export.stage import TokenizerSource
+from mingc.export.stage import Shard, StageOptions, TokenizerSource
 from mingc.export.stages import discover, find
 from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.synthetic.probe import probe_folder, synthetic_recipe
+from mingc.export.weights.loading import load_module, write_weights
 from mingc.prompts.tokenizer import TextTokenizer
 
 
@@ -54,6 +55,19 @@ def test_reads_of_a_tensor_are_equal_and_tensors_differ(configs: Path, synthetic
     assert value.dtype == torch.bfloat16 and value.isfinite().all() and value.float().std() > 0
     assert torch.equal(value, again.read(name))
     assert not torch.equal(value, talker.read(name.replace("gate", "up")))
+
+
+@pytest.mark.parametrize("name", sorted(discover()))
+def test_every_graph_loads_where_one_layer_of_each_kind_is_stored(
+    name: str, synthetic: Checkpoint, tmp_path: Path
+) -> None:
+    stage = find(name)
+    config = stage.config(synthetic)
+    graphs = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
+    omitted = {each for graph in graphs for each in graph.spec.layer_instances[1:]}
+    write_weights(synthetic, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", omitted=omitted)
+    for first in {graph.spec.layer_instances[0] for graph in graphs}:
+        assert load_module(stage, config, Shard(), tmp_path / "weights", submodule=first).state_dict()
 
 
 def test_speech_never_stops_by_itself(synthetic: Checkpoint) -> None:

@@ -83,7 +83,7 @@ FLOAT32 = {
     "vision_encoder": r"position_table|inverse_frequency",
     "audio_encoder": r"positions",
     "image_condition": r"connector\.inv_freq",
-    "image_dit": r"angles_\d",
+    "image_dit": r"ends\.angles_\d",
 }
 
 

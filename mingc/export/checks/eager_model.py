@@ -272,7 +272,7 @@ def _velocity(sampler: Any, frames: Sequence[Tensor], caption: Tensor, time: flo
     places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 3)
     positions = torch.cat((padded(places)[0], F.pad(torch.arange(1, len(rows) + 1)[:, None], (0, 2))))
     latents, is_pad = padded(torch.cat(tokens))
-    embedded = sampler.caption(rows[None], is_caption_pad)[0]
+    embedded = sampler.ends.caption(rows[None], is_caption_pad)[0]
     found = sampler.velocity(latents[None], positions, is_pad, embedded, torch.tensor([time]))[0][0]
     patches: Tensor = found[: grid[0] * grid[1]].reshape(*grid, size, size, channels)
     return patches.permute(4, 0, 2, 1, 3).reshape(channels, height, width)

@@ -117,8 +117,11 @@ class ImageBlock(nn.Module):
         return _linear(silu_product(_linear(x, self.gate_up)), self.down)
 
 
-class ImageTransformer(nn.Module):
-    """All blocks, embeddings of tokens, caption and time, and the head. Angles of rope are float32 buffers."""
+class ImageEnds(nn.Module):
+    """Before and after the blocks: embeddings of tokens, caption and time, and the head.
+
+    Angles of rope are float32 buffers.
+    """
 
     def __init__(self, config: ImageTransformerConfig) -> None:
         super().__init__()
@@ -130,10 +133,9 @@ class ImageTransformer(nn.Module):
         self.caption_embed = nn.Linear(config.caption_width, width)
         self.time_in = nn.Linear(_TIME_VALUES, _TIME_HIDDEN)
         self.time_out = nn.Linear(_TIME_HIDDEN, time_width)
-        refiners = range(config.num_refiner_layers)
-        self.context_refiner = nn.ModuleList(ImageBlock(config, is_modulated=False) for _ in refiners)
-        self.noise_refiner = nn.ModuleList(ImageBlock(config, is_modulated=True) for _ in refiners)
-        self.layers = nn.ModuleList(ImageBlock(config, is_modulated=True) for _ in range(config.num_layers))
+        self.context_refiner = nn.ModuleList(
+            ImageBlock(config, is_modulated=False) for _ in range(config.num_refiner_layers)
+        )
         self.head_scale = nn.Linear(time_width, width)
         self.head = nn.Linear(width, config.token_values)
         for axis, (size, length) in enumerate(zip(config.axes_dims, config.axes_lens, strict=True)):
@@ -186,18 +188,29 @@ class ImageTransformer(nn.Module):
         scale = 1 + self.head_scale(F.silu(embedded)).unsqueeze(1)
         return (self.head(F.layer_norm(x, x.shape[-1:], eps=_HEAD_EPS) * scale).float(),)
 
+
+class ImageTransformer(nn.Module):
+    """All blocks, and what is before and after them."""
+
+    def __init__(self, config: ImageTransformerConfig) -> None:
+        super().__init__()
+        self.ends = ImageEnds(config)
+        refiners, layers = range(config.num_refiner_layers), range(config.num_layers)
+        self.noise_refiner = nn.ModuleList(ImageBlock(config, is_modulated=True) for _ in refiners)
+        self.layers = nn.ModuleList(ImageBlock(config, is_modulated=True) for _ in layers)
+
     def velocity(
         self, latents: Tensor, positions: Tensor, is_pad: Tensor, caption: Tensor, time: Tensor
     ) -> tuple[Tensor]:
-        """A whole step: the velocity (B, N, P) float32, with `caption` (B, K, D); the rest as of `begin`."""
-        x, cos, sin, embedded = self.begin(latents, positions, is_pad, time)
+        """A whole step: the velocity (B, N, P) float32, with `caption` (B, K, D); the rest as of `ImageEnds.begin`."""
+        x, cos, sin, embedded = self.ends.begin(latents, positions, is_pad, time)
         count = x.shape[1]
         for block in self.noise_refiner:
             x = block(x, (cos[:count], sin[:count]), embedded)
         x = torch.cat((x, caption), dim=1)
         for block in self.layers:
             x = block(x, (cos, sin), embedded)
-        return (self.end(x, embedded)[0][:, :count],)
+        return (self.ends.end(x, embedded)[0][:, :count],)
 
 
 def image_transformer_weights(config: ImageTransformerConfig, *, part: str) -> list[WeightSource]:
@@ -230,11 +243,11 @@ def image_transformer_weights(config: ImageTransformerConfig, *, part: str) -> l
             quantizable="linear",
         )
 
-    def block(name: str, *, is_modulated: bool) -> list[WeightSource]:
-        attention, ffn = f"{name}.attention", f"{name}.feed_forward"
+    def block(name: str, tensors: str, *, is_modulated: bool) -> list[WeightSource]:
+        attention, ffn = f"{tensors}.attention", f"{tensors}.feed_forward"
         return [
             *(
-                stored(f"{name}.{norm}", f"{name}.{norm}.weight", width, part=part)
+                stored(f"{name}.{norm}", f"{tensors}.{norm}.weight", width, part=part)
                 for norm in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2")
             ),
             *(
@@ -250,32 +263,33 @@ def image_transformer_weights(config: ImageTransformerConfig, *, part: str) -> l
             matrix(f"{name}.gate_up.weight", (f"{ffn}.w1.weight", f"{ffn}.w3.weight"), inner, width),
             matrix(f"{name}.down.weight", (f"{ffn}.w2.weight",), width, inner),
             *(
-                linear(f"{name}.modulation", f"{name}.adaLN_modulation.0", 4 * width, time_width)
+                linear(f"{name}.modulation", f"{tensors}.adaLN_modulation.0", 4 * width, time_width)
                 if is_modulated
                 else ()
             ),
         ]
 
     sources = [
-        *linear("embed", f"all_x_embedder.{patch}", width, config.token_values),
-        pad_token("token_pad", "x_pad_token"),
-        pad_token("caption_pad", "cap_pad_token"),
-        stored("caption_norm", "cap_embedder.0.weight", config.caption_width, part=part),
-        *linear("caption_embed", "cap_embedder.1", width, config.caption_width),
-        *linear("time_in", "t_embedder.mlp.0", _TIME_HIDDEN, _TIME_VALUES),
-        *linear("time_out", "t_embedder.mlp.2", time_width, _TIME_HIDDEN),
-        *linear("head_scale", f"all_final_layer.{patch}.adaLN_modulation.1", width, time_width),
-        *linear("head", f"all_final_layer.{patch}.linear", config.token_values, width),
+        *linear("ends.embed", f"all_x_embedder.{patch}", width, config.token_values),
+        pad_token("ends.token_pad", "x_pad_token"),
+        pad_token("ends.caption_pad", "cap_pad_token"),
+        stored("ends.caption_norm", "cap_embedder.0.weight", config.caption_width, part=part),
+        *linear("ends.caption_embed", "cap_embedder.1", width, config.caption_width),
+        *linear("ends.time_in", "t_embedder.mlp.0", _TIME_HIDDEN, _TIME_VALUES),
+        *linear("ends.time_out", "t_embedder.mlp.2", time_width, _TIME_HIDDEN),
+        *linear("ends.head_scale", f"all_final_layer.{patch}.adaLN_modulation.1", width, time_width),
+        *linear("ends.head", f"all_final_layer.{patch}.linear", config.token_values, width),
     ]
     for index in range(config.num_refiner_layers):
-        sources += block(f"context_refiner.{index}", is_modulated=False)
-        sources += block(f"noise_refiner.{index}", is_modulated=True)
+        refiner = f"context_refiner.{index}"
+        sources += block(f"ends.{refiner}", refiner, is_modulated=False)
+        sources += block(f"noise_refiner.{index}", f"noise_refiner.{index}", is_modulated=True)
     for index in range(config.num_layers):
-        sources += block(f"layers.{index}", is_modulated=True)
+        sources += block(f"layers.{index}", f"layers.{index}", is_modulated=True)
     for axis, (size, length) in enumerate(zip(config.axes_dims, config.axes_lens, strict=True)):
         sources.append(
             WeightSource(
-                name=f"angles_{axis}",
+                name=f"ends.angles_{axis}",
                 part=part,
                 compute=_angles(length, size, config.rope_theta),
                 dtype=torch.float32,

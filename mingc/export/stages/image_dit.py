@@ -285,7 +285,7 @@ class _Graphs:
         outputs: tuple[TensorSpec, ...],
         example: Callable[[dict[str, int], torch.Generator], dict[str, Tensor]],
         method: str | None = None,
-        layer_instances: tuple[str, ...] = ("",),
+        layer_instances: tuple[str, ...] = ("ends",),
     ) -> GraphDef:
         def sizes(found: dict[str, int]) -> dict[str, int]:
             return {each: found[each] for each in dims}
