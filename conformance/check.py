@@ -61,7 +61,7 @@ GOLDEN_FILES = (
     GoldenFile(
         name="imagegen/imagegen_condition.safetensors",
         document="imagegen/imagegen.json",
-        stages=("thinker", "image_condition"),
+        stages=("thinker", "vision_encoder", "image_condition"),  # edits have pictures
         replay=replay_picture_prompts,
     ),
     GoldenFile(name="imagegen/imagegen_dit.safetensors", stages=PICTURE_STAGES, replay=replay_velocities),
