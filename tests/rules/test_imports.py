@@ -357,6 +357,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.console",
         "mingc.dtypes",
         "mingc.errors",
+        "mingc.host",
         "mingc.host.machine",
         "mingc.options",
         "mingc.prompts",
