@@ -11,9 +11,10 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from mingc.host.description import installed_version, processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -53,11 +54,11 @@ def write(path: Path, benchmark: str, figures: list[dict[str, Any]], **more: Any
             + [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
         ),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "shared": True},
+        "hardware": {"cpu": processor_name(), "cores": os.cpu_count(), "shared": True},
         "versions": {
             "python": platform.python_version(),
             "mingc": mingc.__version__,
-            **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
+            **{name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
         },
         "figures": figures,
         **more,
@@ -74,16 +75,3 @@ def _git(*words: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip()
-
-
-def _cpu() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")]  # fmt: skip
-    return names[0] if names else platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,9 @@ import harness
 import numpy as np
 from arguments import whole
 from mixed_clients import Answer, Request, clip, picture, send, send_together
-from serving import server
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.console.serve_child import serve_child
 
 NUM_REQUESTS = 32
 _STAGGER_S = 0.02  # between two requests of a staggered pattern
@@ -159,11 +158,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here; needs a GPU")
     given = harness.parse_args(parser)
     requests = make_requests(given.voices.split(","), max_tokens=given.max_tokens, max_steps=given.max_steps)
-    with tempfile.TemporaryDirectory() as scratch:
-        log = Path(scratch) / "server.log"
-        words = shlex.split(given.serve)
-        with server(given.artifact, Path(scratch) / "caches", log, words) as (url, _, _):
-            figures = measure(url, requests)
+    words = [str(given.artifact), "--port", "0", "--drain-seconds", "0", *shlex.split(given.serve)]
+    with serve_child(words, stop_s=30) as (_, stdout):
+        if not (url := stdout.readline().decode().strip()):
+            raise SystemExit("the server did not start")
+        figures = measure(url, requests)
     for each in figures:
         print(" ".join(f"{key}={value}" for key, value in each.items()))
     if given.json:

@@ -27,17 +27,18 @@ from typing import Any
 
 import harness
 import httpx
+import psutil
 from arguments import seconds, whole
-from serving import read_ready
 
-ROOT = Path(__file__).resolve().parent.parent
+from mingc.console.serve_child import serve_child
+
 ERROR_LIMIT_S = 5.0
 _START_S, _END_S = 600.0, 120.0
 _WARM_LINES = 5  # lines of a stream, after which it counts as running
 _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
-_OPTIONS = ("--port", "0", "--drain-seconds", "0", "--json", "--no-check-hashes")
+_OPTIONS = ("--port", "0", "--drain-seconds", "0", "--no-check-hashes")
 _RANK = "mingc.runtime.thinker.ranks.rank_process"
 
 
@@ -45,7 +46,7 @@ _RANK = "mingc.runtime.thinker.ranks.rank_process"
 class Served:
     """A running server: its process, address, ranks above 0 by process id, and seconds until it was ready."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     url: str
     ranks: list[int]
     start_s: float
@@ -67,42 +68,17 @@ class Stream:
 @contextmanager
 def serving(artifact: Path, options: list[str], log: Path) -> Iterator[Served]:
     started = time.perf_counter()
-    with log.open("ab") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "mingc", "serve", str(artifact.resolve()), *_OPTIONS, *options],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        ready = read_ready(child, log)
+    words = [str(artifact), *_OPTIONS, *options]
+    with log.open("ab") as errors, serve_child(words, stop_s=_END_S, log=errors) as (child, stdout):
+        if not (url := stdout.readline().decode().strip()):
+            raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
         took = time.perf_counter() - started
-        yield Served(process=child, url=ready["url"], ranks=rank_ids(child.pid), start_s=took)
-    finally:
-        child.terminate()
-        try:
-            child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        yield Served(process=child, url=url, ranks=rank_ids(child.pid), start_s=took)
 
 
 def rank_ids(parent: int) -> list[int]:
     """Processes of the ranks above 0, in their order."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            owner = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):  # it has ended meanwhile
-            continue
-        if owner == parent and _RANK.encode() in words:
-            found.append(int(folder.name))
-    return sorted(found)
+    return sorted(each.pid for each in psutil.Process(parent).children() if _RANK in each.cmdline())
 
 
 def memory_mib() -> list[int]:

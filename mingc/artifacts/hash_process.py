@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mingc.artifacts.artifact import Artifact, file_hashes, raise_changed
@@ -74,13 +74,16 @@ def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         encoding="utf-8",
     ) as child:
+        assert child.stdin is not None, "it has a pipe"
         try:
-            assert child.stdin is not None, "it has a pipe"
-            child.stdin.write(json.dumps(described) + "\n")
-            child.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended before: who waits for its hashes is told
+                child.stdin.write(json.dumps(described) + "\n")
+                child.stdin.flush()
             yield child
         finally:
             child.kill()
+            with suppress(BrokenPipeError):  # what was not written
+                child.stdin.close()
 
 
 def _main() -> None:

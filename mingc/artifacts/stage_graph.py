@@ -115,10 +115,6 @@ class StageGraph:
         """The first stage that takes an output of `source` as its `port`; None when no stage does."""
         return next((edge.target for edge in self.edges if (edge.source, edge.port) == (source, port)), None)
 
-    def consumers(self, source: str) -> tuple[str, ...]:
-        """The stages, or the client, that take an output of `source`."""
-        return tuple(dict.fromkeys(edge.target for edge in self.edges if edge.source == source))
-
     def text_decoder(self) -> str | None:
         """The stage that produces the client's text."""
         return self.producer(CLIENT, "text")

@@ -32,6 +32,7 @@ from mingc.bench.server import Server
 from mingc.bench.traps import find_traps
 from mingc.console.progress import Progress, step_logger
 from mingc.errors import BenchError
+from mingc.host.description import processor_name
 
 _MING_RATE = 44_100  # of the VAE
 _ABOUT_TIMEOUT_S = 30.0
@@ -228,9 +229,6 @@ def _output(*command: str) -> str:
 
 
 def _hardware() -> dict[str, str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    found = {"cpu": names[0] if names else platform.machine(), "cores": str(os.cpu_count())}
+    found = {"cpu": processor_name(), "cores": str(os.cpu_count())}
     gpus = Counter(_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines())
     return found | ({"gpu": ", ".join(f"{number} × {name}" for name, number in gpus.items())} if gpus else {})

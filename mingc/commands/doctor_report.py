@@ -5,7 +5,6 @@ Requirements come from mingc's own metadata; the engine loaders say what the eng
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -20,6 +19,7 @@ from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.bundles.distributions import OWN, own_requirements
 from mingc.errors import ConfigError, IncompatibleError
+from mingc.host.description import installed_version
 from mingc.host.machine import current_host, driver_version, gpu
 
 if TYPE_CHECKING:
@@ -157,19 +157,12 @@ def _package(requirement: Requirement, extra: str) -> Check:
         version: str | None = platform.python_version()
         fix = f"use Python {needed}"
     else:
-        version = _version(name) or _version(_SAME_PACKAGE.get(name, name))
+        version = installed_version(name) or installed_version(_SAME_PACKAGE.get(name, name))
     if version is None:
         return _check(name, _NEEDED_FOR[extra], "", fix, "missing")
     if needed.contains(version, prereleases=True):
         return _check(name, _NEEDED_FOR[extra], version)
     return _check(name, _NEEDED_FOR[extra], f"{version}, mingc needs {needed}", fix)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> Iterator[Check]:

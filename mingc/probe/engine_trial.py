@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from mingc.artifacts.spec import GraphSpec, join_path
+from mingc.host.description import processor_name
 from mingc.host.machine import gpu
-from mingc.probe.stopwatch import processor_name
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine
 from mingc.runtime.engines.cuda_graphs import GraphPool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from datetime import UTC, datetime
@@ -10,9 +9,9 @@ from datetime import UTC, datetime
 import torch
 
 import mingc
+from mingc.host.description import installed_version, processor_name
 from mingc.host.machine import driver_version, gpu
 from mingc.probe.report import Environment
-from mingc.probe.stopwatch import processor_name
 
 
 def this_environment() -> Environment:
@@ -23,7 +22,7 @@ def this_environment() -> Environment:
         mingc=mingc.__version__,
         python=platform.python_version(),
         torch=torch.__version__,
-        onnxruntime=_version("onnxruntime"),
+        onnxruntime=installed_version("onnxruntime"),
         cuda=torch.version.cuda,
         driver=driver_version(),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_gpu else None,  # type: ignore[no-untyped-call]
@@ -37,10 +36,3 @@ def this_environment() -> Environment:
             for each in (gpu(index) for index in range(torch.cuda.device_count() if has_gpu else 0))
         ),
     )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from mingc.host.description import processor_name
 from mingc.host.machine import gpu
 from mingc.probe.report import CacheRate, PeakRates
 
@@ -94,16 +93,6 @@ class Stopwatch:
             *self.samples_ms(lambda: torch.mv(matrix, vector, out=result), count),
         )
         return CacheRate(num_bytes=num_bytes, read_tb_s=_four_digits(num_bytes / fastest_ms / 1e9))
-
-
-def processor_name() -> str:
-    """Read the CPU model from /proc/cpuinfo; return the architecture where it is missing, as on many ARM machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""Word and character error rates of transcripts.
+"""Word error rates of transcripts, of characters where words have no blanks between them.
 
 Both texts are normalised alike, as the evaluation of Seed-TTS does it (`run_wer.py` of seed-tts-eval), and by NFKC
 first, so that full-width letters and digits equal the plain ones: letters become lower case; punctuation and symbols
@@ -7,8 +7,7 @@ a typographic one). Numerals stay as they are written: "42" and "forty-two" diff
 ideographs. A caller who wants them equal rewrites both texts before.
 
 A unit of `word_errors` is a word, or one ideograph or kana: for English it is the word error rate, for Chinese the
-character error rate that the literature reports, for a mixed text the mixed error rate. A unit of `character_errors`
-is a character that is no blank, in every language.
+character error rate that the literature reports, for a mixed text the mixed error rate.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ class UnitErrors:
 def word_errors(reference: str, hypothesis: str) -> UnitErrors:
     """Compare words and, of languages without blanks, characters."""
     return _errors(_words(reference), _words(hypothesis))
-
-
-def character_errors(reference: str, hypothesis: str) -> UnitErrors:
-    """Compare characters without blanks."""
-    return _errors("".join(_words(reference)), "".join(_words(hypothesis)))
 
 
 def normalised(text: str) -> str:

@@ -27,8 +27,8 @@ from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
 from mingc.export.compile.backends.onnx import BACKEND as ONNX
 from mingc.export.stage import GraphDef
+from mingc.host.description import processor_name
 from mingc.probe import engine_trial
-from mingc.probe.stopwatch import processor_name
 from mingc.runtime.engines import backends
 from mingc.runtime.engines.base import Engine
 from mingc.runtime.service.builder import open_service

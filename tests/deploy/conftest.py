@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mingc_command import EAGER
 from ray_cluster import prepare_environment, ray_cluster
 
 prepare_environment()  # before a test file imports Ray
@@ -14,5 +13,5 @@ prepare_environment()  # before a test file imports Ray
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[str]:
     """URL of the proxy of a Ray instance with Serve."""
-    with ray_cluster(EAGER.parent, EAGER) as url:
+    with ray_cluster() as url:
         yield url

@@ -1,4 +1,4 @@
-"""The Ray instance of tests and measurements, where it does not start."""
+"""The Ray instance of the tests, where it does not start."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import clock_replica
 import httpx
 import numpy as np
 import psutil
@@ -26,6 +25,7 @@ import ray
 import ray_front
 import yaml
 from changed_artifact import changed_artifact
+from fake_replica import fake_application
 from mingc_command import DATA, REPOSITORY
 from mixed_clients import send, send_together
 from mixed_requests import MIXED
@@ -338,7 +338,7 @@ def test_an_update_to_another_artifact_fails_no_request(
 @pytest.mark.exhaustive
 def test_requests_of_a_session_go_to_one_replica(proxy: str) -> None:
     """The model's name has the process of a replica."""
-    deploy(clock_replica.application(2, affinity=True), "sticky", proxy, "/sticky", _WAIT_S)
+    deploy(fake_application(2, affinity=True), "sticky", proxy, "/sticky", _WAIT_S)
 
     def replica_of(session: str) -> str:
         health = httpx.get(

@@ -7,13 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_http import fitting, note_incomplete
-from speech_clients import ReceivedSpeech
-from speech_http import slot_figures
 
 ROOT = Path(__file__).parents[2]
-CHAT, FAILURE, SPEECH, TILES = "chat_http.py", "rank_failure.py", "speech_http.py", "moe_configs.py"
-THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
+FAILURE, TILES = "rank_failure.py", "moe_configs.py"
+THINKER, ENGINES = "thinker.py", "backend_engines.py"
 
 
 @pytest.mark.parametrize(
@@ -25,23 +22,9 @@ THINKER, PREFIX, ENGINES = "thinker.py", "prefix_cache.py", "backend_engines.py"
             [FAILURE, "x", "--step-timeout", "nan"],
             "argument --step-timeout: nan is not a finite number above 0",
         ),
-        (
-            [CHAT, "--artifact", "x", "--concurrency", "x"],
-            "argument --concurrency: 'x' is not a whole number",
-        ),
-        ([CHAT, "--artifact", "x", "--concurrency", "1,0"], "argument --concurrency: 0 is not from 1 to 256"),
-        ([CHAT, "--artifact", "x", "--streams", "0"], "argument --streams: 0 is not at least 1"),
-        ([CHAT, "--artifact", "x", "--window", "-1"], "argument --window: -1 is not a finite number above 0"),
-        (
-            [PREFIX, "--artifact", "x", "--prompt-tokens", "31"],
-            "argument --prompt-tokens: 31 is not at least 32",
-        ),
         ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
         ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),
-        (
-            [SPEECH, "--artifact", "x", "--batch-sizes", ""],
-            "argument --batch-sizes: '' is not a whole number",
-        ),
+        ([THINKER, "--prompts", ""], "argument --prompts: '' is not a whole number"),
         (
             [THINKER, "--prompts", "1024", "--chunks", "4096"],
             "error: --prompts 1024: every size of --chunks is larger; add a chunk of at most 1024 tokens",
@@ -77,39 +60,3 @@ def test_numbers_out_of_range_are_refused(
         runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
     assert exited.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_a_shortened_prompt_is_reported() -> None:
-    notes: list[str] = []
-    assert fitting("--prompts", 100, 200, notes) == 100
-    assert notes == []
-    assert fitting("--prompts", 8192, 4080, notes) == 4080
-    assert notes == ["--prompts 8192: shortened to 4080, the context holds no more beside the answer"]
-
-
-def test_incomplete_answers_are_reported() -> None:
-    notes: list[str] = []
-    common = {"name": "incomplete_answers", "n": 48, "tokens": 152}
-    note_incomplete(
-        [
-            {**common, "concurrency": 1, "median": 0},
-            {**common, "concurrency": 16, "median": 3},
-            {"name": "longest_answer", "median": 2, "unit": "of 16 tokens"},
-        ],
-        notes,
-    )
-    assert notes == [
-        "3 answers of 48 at concurrency 16 had not 152 tokens",
-        "the longest request was answered with 2 of 16 tokens",
-    ]
-
-
-def test_a_slot_is_taken_again_only_by_a_request_that_waited(capsys: pytest.CaptureFixture[str]) -> None:
-    others = [ReceivedSpeech(1.0, [(1.25, 100), (1.5, 200), (1.75, 300)])]
-    figures = slot_figures(2.0, ReceivedSpeech(1.0, [(2.5, 100)]), others)
-    assert [(each["name"], each["median"]) for each in figures] == [
-        ("slot_taken_again_ms", 500.0),
-        ("slot_taken_again_patches", 2.0),
-    ]
-    assert slot_figures(2.0, ReceivedSpeech(1.0, [(1.5, 100)]), others) == []
-    assert "left out" in capsys.readouterr().err

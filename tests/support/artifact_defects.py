@@ -358,43 +358,19 @@ def _halves(values: torch.Tensor) -> torch.Tensor:
 THINKER, TALKER, CFM, VAE = ("thinker",), ("talker",), ("cfm",), ("audio_vae",)
 
 DEFECTS: Mapping[str, Defect] = {
-    # Manifest: fields that opening compares.
+    # Manifest: fields that opening compares. test_signatures.py and test_parameter_ranges.py have more.
     "schema": Defect("schema of a later mingc", edit(lambda document: document.update(schema=99)), "load"),
-    "torch-release": Defect("built with another torch", _other_fingerprint(torch="2.10.0"), "load"),
     "device": Defect("engines for CUDA on a CPU", _other_fingerprint(device="cuda"), "load"),
-    "instruction-set": Defect(
-        "engines for an unknown instruction set", _other_fingerprint(capability="AVX9"), "load"
-    ),
     "world-size": Defect("weights of one rank, manifest of two", _other_fingerprint(world_size=2), "load"),
-    "unknown-key": Defect("a key of another format", edit(lambda document: document.update(extra=1)), "load"),
-    "missing-key": Defect("a key is missing", edit(lambda document: document.pop("voices")), "load"),
     "unknown-backend": Defect(
         "engines of a backend that is not there", edit(_unknown_backend), "engine golden", CFM
     ),
     "policy": Defect("run policy of the sampler", edit(_other_policy), "serve", CFM),
     "edge": Defect("audio embeddings from the vision encoder", edit(_rerouted_edge), "serve"),
-    "negative": Defect("a negative size", parameter("talker", "max_steps", -5), "load"),
     "token-id": Defect(
         "a token id beyond the vocabulary", parameter("thinker", "image_patch_token", 99999), "load"
     ),
     "num-steps": Defect("steps of the solver, manifest only", parameter("cfm", "num_steps", 12), "load"),
-    "history-size": Defect(
-        "length of the history window, manifest only", parameter("cfm", "history_latents", 28), "load"
-    ),
-    "patch-size": Defect("latents of a patch", parameter("cfm", "latents_per_patch", 2), "load"),
-    "slot-size": Defect(
-        "tokens of a slot, twice the engine's", parameter("talker", "slot_tokens", 4096), "load"
-    ),
-    "page-size": Defect("page size of the KV cache", parameter("thinker", "page_size", 32), "load"),
-    "vae-hop": Defect(
-        "hop of the audio decoder, manifest only", parameter("audio_vae", "hop_samples", 441), "load"
-    ),
-    "vae-tail": Defect(
-        "overlap of patches, manifest only", parameter("audio_vae", "tail_samples", 0), "load"
-    ),
-    "mel-bands": Defect("mel bands of the front end", parameter("audio_encoder", "num_mels", 80), "load"),
-    "patch-pixels": Defect("pixels of an image patch", parameter("vision_encoder", "patch_size", 14), "load"),
-    "layer-count": Defect("number of layers, manifest only", parameter("thinker", "num_layers", 3), "load"),
     # Files.
     "weight-missing": Defect(
         "a weight is missing", weights("talker", _drop("stack.layers.1.mlp_norm")), "engine golden", TALKER

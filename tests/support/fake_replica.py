@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
-from fake_service import FakeService
+from fake_service import INFO, FakeService
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mingc.deploy.options import DeployOptions
@@ -19,7 +21,7 @@ class FakeReplica(ModelReplica):
     """Serves a `FakeService` by the HTTP app of every replica."""
 
     async def open_service(self) -> Service:
-        return FakeService()
+        return FakeService(replace(INFO, model=f"fake of process {os.getpid()}"))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         async def current(scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,8 +43,16 @@ class FakeReplica(ModelReplica):
         return getattr(self.service, name)
 
 
-def fake_application() -> Any:
-    """The application with fake replicas."""
+def fake_application(num_replicas: int = 1, *, affinity: bool = False) -> Any:
+    """The application with fake replicas. Until `exchange`, the model's name has the process of the replica."""
     from mingc.deploy.ray import build_application
 
-    return build_application(DeployOptions(artifact="none", num_gpus=0), FakeReplica)
+    options = DeployOptions(
+        artifact="none",
+        num_gpus=0,
+        num_cpus=0.1,
+        min_replicas=num_replicas,
+        max_replicas=num_replicas,
+        affinity=affinity,
+    )
+    return build_application(options, FakeReplica)

@@ -18,7 +18,6 @@ from openai import OpenAI
 from PIL import Image
 
 SAMPLE_RATE = 44100
-PATCH_SECONDS = 0.32
 
 
 def client(base_url: str) -> OpenAI:

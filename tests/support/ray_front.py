@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +31,7 @@ def _front() -> tuple[str, Any]:
         from fake_replica import fake_application
         from ray_cluster import connected, deploy, ray_cluster
 
-        here = Path(__file__).parent
-        cluster = connected(os.environ[RUNNING]) if RUNNING in os.environ else ray_cluster(here)
+        cluster = connected(os.environ[RUNNING]) if RUNNING in os.environ else ray_cluster()
         url = _stack.enter_context(cluster)
         _started.append((url, deploy(fake_application(), "fake", url, "/", _DEPLOY_LIMIT_S)))
     return _started[0]

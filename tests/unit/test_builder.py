@@ -15,11 +15,11 @@ from typing import Any, cast
 import fake_images
 import pytest
 import torch
+from fake_talker import FLOW, TALKER, VAE
 from preprocess_data import audio_parameters, thinker_parameters, vision_parameters
 
 from mingc.artifacts.artifact import Artifact, write_manifest
 from mingc.artifacts.manifest import FILE_NAME, GraphRecord, Manifest, Parity, StageRecord
-from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
 from mingc.artifacts.stage_graph import CLIENT, Edge, Policy, StageGraph, StageNode
 from mingc.artifacts.target import Host, lookup
@@ -133,37 +133,6 @@ SPEECH_EDGES = (
 TEXT = Edge("decoder", CLIENT, "text")
 CHAT = {"decoder": thinker_parameters(), "eye": vision_parameters(), "ear": audio_parameters()}
 CPU, META = torch.device("cpu"), torch.device("meta")
-TALKER = TalkerParameters(
-    chunk_alignment=1,
-    hidden_size=64,
-    num_layers=2,
-    vocab_size=512,
-    slot_tokens=2048,
-    min_stop_step=10,
-    max_steps=1000,
-    stop_threshold=0.5,
-    default_voice="DB30",
-    max_segment_length=50,
-)
-FLOW = CfmParameters(
-    num_steps=10,
-    latents_per_patch=4,
-    history_latents=32,
-    latent_dim=64,
-    speaker_dim=192,
-    guidance=2.0,
-    sigma=0.25,
-    temperature=0.0,
-)
-VAE = VaeParameters(
-    sample_rate=16000,
-    hop_samples=320,
-    frames_per_latent=4,
-    latent_dim=64,
-    samples_per_latent=1280,
-    lookahead_frames=1,
-    tail_samples=320,
-)
 
 
 def fail(error: ServeError) -> None:

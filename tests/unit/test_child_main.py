@@ -39,14 +39,11 @@ with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text
     child.wait()
 """
 _MEASUREMENT = """
-import os, time
-from clients import Clients
-
-def process(url, indexes):
-    return [os.getpid()]
+import multiprocessing, time
+from mingc.bench.load import Clients
 
 clients = Clients(1)  # without a name they would end at once
-print(clients.load(process, "", 1)[0], flush=True)
+print(multiprocessing.active_children()[0].pid, flush=True)
 time.sleep(600)
 """
 
@@ -54,7 +51,7 @@ time.sleep(600)
 def test_a_command_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, _COMMAND, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])},
+        env=_ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,10 +71,9 @@ def test_a_command_ends_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_clients_end_with_a_measurement_that_was_killed() -> None:
-    folder = Path(mingc.__file__).parents[1] / "benchmarks"
     with subprocess.Popen(
         [sys.executable, "-c", _MEASUREMENT],
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env=_ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

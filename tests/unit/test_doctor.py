@@ -67,6 +67,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(doctor_report, "driver_version", lambda: None)
+    # Other processes change what the disk of the tests has.
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50 * GIB))
     monkeypatch.setenv("CXX", str(compiler(tmp_path, "libstdc++.so.6")))
     monkeypatch.setattr(doctor_report, "VERSIONS", versions, raising=False)
     return monkeypatch

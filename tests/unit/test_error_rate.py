@@ -1,4 +1,4 @@
-"""Word and character error rates against hand-made cases and the textbook recursion."""
+"""Word error rates against hand-made cases and the textbook recursion."""
 
 from __future__ import annotations
 
@@ -8,33 +8,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mingc.text.error_rate import UnitErrors, character_errors, normalised, word_errors
+from mingc.text.error_rate import UnitErrors, normalised, word_errors
 
 
 @pytest.mark.parametrize(
-    ("reference", "hypothesis", "words", "characters"),
+    ("reference", "hypothesis", "words"),
     [
-        ("The cat sat.", "the CAT sat", (0, 3), (0, 9)),
-        ("the cat sat", "the bat sat down", (2, 3), (5, 9)),
-        ("the cat sat", "", (3, 3), (9, 9)),
-        ("a b c", "b c", (1, 3), (1, 3)),
-        ("", "oh no", (2, 0), (4, 0)),
-        ("", " . ", (0, 0), (0, 0)),
-        ("“Don’t!” he said — ‘go’.", "don't he said go", (0, 4), (0, 13)),
-        ("rock 'n' roll", "rock n roll", (0, 3), (0, 9)),
-        ("twenty-one", "twenty one", (2, 1), (0, 9)),
-        ("it costs 42", "it costs forty two", (2, 3), (8, 9)),
-        ("今天天气很好。", "今天 天氣很好", (1, 6), (1, 6)),
-        ("我用 Python 写代码", "我用python写代妈", (1, 6), (1, 11)),
-        ("ＡＢＣ，１２３", "abc 123", (1 + 1, 1), (0, 6)),
-        ("が", "か\u3099", (0, 1), (0, 1)),
+        ("The cat sat.", "the CAT sat", (0, 3)),
+        ("the cat sat", "the bat sat down", (2, 3)),
+        ("the cat sat", "", (3, 3)),
+        ("a b c", "b c", (1, 3)),
+        ("", "oh no", (2, 0)),
+        ("", " . ", (0, 0)),
+        ("“Don’t!” he said — ‘go’.", "don't he said go", (0, 4)),
+        ("rock 'n' roll", "rock n roll", (0, 3)),
+        ("twenty-one", "twenty one", (2, 1)),
+        ("it costs 42", "it costs forty two", (2, 3)),
+        ("今天天气很好。", "今天 天氣很好", (1, 6)),
+        ("我用 Python 写代码", "我用python写代妈", (1, 6)),
+        ("ＡＢＣ，１２３", "abc 123", (1 + 1, 1)),
+        ("が", "か\u3099", (0, 1)),
     ],
 )
-def test_by_hand(
-    reference: str, hypothesis: str, words: tuple[int, int], characters: tuple[int, int]
-) -> None:
+def test_by_hand(reference: str, hypothesis: str, words: tuple[int, int]) -> None:
     assert word_errors(reference, hypothesis) == UnitErrors(*words)
-    assert character_errors(reference, hypothesis) == UnitErrors(*characters)
 
 
 def test_rate_of_an_empty_reference_is_its_insertions() -> None:
@@ -49,7 +46,7 @@ def test_normalised() -> None:
 
 
 @settings(deadline=None)
-@given(st.text("abc'", max_size=8), st.text("abc。", max_size=8))
+@given(st.text("一二三'", max_size=8), st.text("一二三。", max_size=8))
 def test_distance_is_that_of_the_recursion(reference: str, hypothesis: str) -> None:
     wanted, got = (normalised(text).replace(" ", "") for text in (reference, hypothesis))
 
@@ -60,4 +57,4 @@ def test_distance_is_that_of_the_recursion(reference: str, hypothesis: str) -> N
         replaced = distance(i - 1, j - 1) + (wanted[i - 1] != got[j - 1])
         return min(replaced, distance(i - 1, j) + 1, distance(i, j - 1) + 1)
 
-    assert character_errors(reference, hypothesis) == UnitErrors(distance(len(wanted), len(got)), len(wanted))
+    assert word_errors(reference, hypothesis) == UnitErrors(distance(len(wanted), len(got)), len(wanted))

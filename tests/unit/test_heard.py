@@ -120,7 +120,7 @@ def check(heard: Heard, text: str, ids: Sequence[int]) -> None:
     found = [token for part in heard.parts if isinstance(part, TokensPart) for token in part.ids]
     assert found == list(ids[: len(found)])
     assert tokenizer().decode(found) == heard.transcript
-    assert heard.is_nothing == (not found)
+    assert bool(heard.transcript) == bool(found)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -140,7 +140,7 @@ def test_at_every_moment_of_every_stage_of_an_answer(text: str) -> None:
             before = heard.transcript
         assert answer.heard() == answer.heard(10**9) == answer.heard(answer.duration_ms)
     answer.finish()
-    assert answer.heard().transcript == text and answer.heard(0).is_nothing
+    assert answer.heard().transcript == text and not answer.heard(0).transcript
     check(answer.heard(), text, ids)
 
 
@@ -199,10 +199,10 @@ def test_an_answer_without_sound() -> None:
     assert written_answer.heard() == Heard(transcript=text, parts=(TextPart(text=text),)), "also cancelled"
     silent, _ = answer_of("```\nx\n```")
     silent.add_sound(0)
-    assert silent.heard().is_nothing, "its speech may come"
+    assert not silent.heard().transcript, "its speech may come"
     silent.finish()
     assert silent.heard().transcript == "```\nx\n```" and silent.truncate(500) == 0
-    assert silent.heard().is_nothing
+    assert not silent.heard().transcript
 
 
 def events_of(ids: Sequence[int], *, thinking: bool = False) -> list[Event]:

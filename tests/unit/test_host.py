@@ -9,6 +9,7 @@ import torch
 
 from mingc.artifacts.target import Host
 from mingc.host import machine as host
+from mingc.host.description import processor_name
 from mingc.host.machine import Gpu, current_host, equal_gpus
 
 H200 = Gpu(
@@ -67,3 +68,7 @@ def test_equal_gpus_are_named_as_cuda_lists_them(
 def test_without_a_gpu_none_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert equal_gpus() == ()
+
+
+def test_the_processor_has_a_name() -> None:
+    assert processor_name() not in ("", "cpu")

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_talker import FLOW, TALKER, VAE
 from manifest_edit import edit_manifest
-from preprocess_data import thinker_parameters, vision_parameters
+from preprocess_data import audio_parameters, thinker_parameters, vision_parameters
 
 from mingc.artifacts.codec import encode
 from mingc.artifacts.manifest import read_manifest
 from mingc.artifacts.parameters import (
-    AudioParameters,
-    CfmParameters,
     TalkerParameters,
-    VaeParameters,
     VisionParameters,
 )
 from mingc.errors import ArtifactError, ManifestError
@@ -31,47 +29,7 @@ class Denoiser:
     bands: tuple[int, ...]
 
 
-THINKER, VISION = thinker_parameters(), vision_parameters()
-TALKER = TalkerParameters(
-    hidden_size=64,
-    num_layers=2,
-    vocab_size=512,
-    slot_tokens=2048,
-    min_stop_step=10,
-    max_steps=1000,
-    stop_threshold=0.5,
-    default_voice=None,
-    max_segment_length=50,
-    chunk_alignment=16,
-)
-FLOW = CfmParameters(
-    num_steps=10,
-    latents_per_patch=4,
-    history_latents=32,
-    latent_dim=64,
-    speaker_dim=192,
-    guidance=2.0,
-    sigma=0.25,
-    temperature=0.0,
-)
-AUDIO = AudioParameters(
-    sample_rate=16000,
-    num_mels=128,
-    fft_size=400,
-    hop_samples=160,
-    max_frames=3000,
-    frames_per_token=4,
-    hidden_size=64,
-)
-VAE = VaeParameters(
-    sample_rate=44100,
-    hop_samples=882,
-    frames_per_latent=4,
-    latent_dim=64,
-    samples_per_latent=3528,
-    lookahead_frames=3,
-    tail_samples=1764,
-)
+THINKER, VISION, AUDIO = thinker_parameters(), vision_parameters(), audio_parameters()
 
 
 def write_parameters(root: Path, stage: str, parameters: object, **changed: object) -> None:

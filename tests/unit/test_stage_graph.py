@@ -85,7 +85,6 @@ def test_a_fault_is_listed_once(graph: StageGraph, problem: str) -> None:
 def test_paths_are_found_from_the_ports_of_the_client() -> None:
     assert SPEAKING.text_decoder() == "decoder"
     assert SPEAKING.speech_path() == SpeechPath(speech_llm="speaker", sampler="sampler", vocoder="vocoder")
-    assert SPEAKING.consumers("decoder") == (CLIENT, "speaker")
     assert SPEAKING.producer("decoder", "video") is None
 
 

@@ -19,15 +19,10 @@ _IDEOGRAPH = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯豈-﫿]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heard:
-    """What was heard of an answer. `parts`: for the next prompt; their text is the transcript."""
+    """What was heard of an answer. `parts`: for the next prompt; their text is the transcript, empty if nothing was."""
 
     transcript: str
     parts: tuple[TokensPart | TextPart, ...]
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether no token was heard. Prompts then leave the answer out."""
-        return not self.transcript
 
 
 @dataclass(slots=True)

@@ -117,8 +117,8 @@ def number(text: str) -> str:
     return f"{words}点{digits(fraction)}" if fraction else words
 
 
-def _signed(text: str, minus: str = "负") -> str:
-    return minus + number(text[1:]) if text[0] in "-−" else number(text)
+def _signed(text: str) -> str:
+    return "负" + number(text[1:]) if text[0] in "-−" else number(text)
 
 
 def _date(match: _Match) -> str:

@@ -189,11 +189,6 @@ def _last(ends: Iterable[int], unit_ends: list[int], min_units: int) -> int:
     return max((end for end in ends if bisect_right(unit_ends, end) >= min_units), default=0)
 
 
-def count_units(text: str) -> int:
-    """Number of Chinese characters plus words of other scripts; marks alone do not count."""
-    return sum(1 for _ in _UNIT.finditer(text))
-
-
 def _is_abbreviation(text: str, end: int) -> bool:
     """Whether the dot before `end` belongs to an abbreviation: `U.S.`, `Dr.`."""
     return bool(_INITIALS.search(text, max(0, end - 4), end) or _TITLE.search(text, max(0, end - 3), end))

@@ -1,4 +1,4 @@
-"""A Ray instance on this machine with Serve, for tests and measurements: loopback only, no dashboard, no statistics."""
+"""A Ray instance on this machine with Serve: loopback only, no dashboard, no statistics."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
+from mingc_command import EAGER, REPOSITORY
+
 _START_LIMIT_S = "300"
 # Ray and its workers read these when they start. A busy machine with two cores needs generous limits.
 _ENVIRONMENT = {
@@ -25,8 +25,8 @@ _ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mingc.deploy.proxy:middlewares",
 }
-# Workers import the package, the measuring code and the tests' backend from here.
-_FOLDERS = tuple(_ROOT / each for each in (".", "benchmarks", "tests/support", "tests/support/eager"))
+# Workers import the package, fakes and the tests' backend from here.
+_FOLDERS = (REPOSITORY, EAGER.parent, EAGER)
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's least is 75 MB
 
 
@@ -35,22 +35,11 @@ def prepare_environment() -> None:
     os.environ.update(_ENVIRONMENT)
 
 
-def python_path(*paths: Path) -> str:
-    """PYTHONPATH of processes that import the package and serve artifacts of tests."""
-    folders = [*map(str, (*_FOLDERS, *paths)), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, folders))
-
-
 @contextmanager
-def ray_cluster(*paths: Path, num_cpus: int = 16, settings: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Starts Ray and Serve, yields the base URL of Serve's proxy, and stops both.
-
-    Args:
-        paths: folders that workers import from, besides those of PYTHONPATH.
-        num_cpus: CPUs that Ray schedules; the machine may have fewer.
-        settings: further variables of the environment of proxies and replicas.
-    """
-    environment = {**_ENVIRONMENT, **(settings or {}), "PYTHONPATH": python_path(*paths)}
+def ray_cluster() -> Iterator[str]:
+    """Starts Ray and Serve, yields the base URL of Serve's proxy, and stops both."""
+    folders = [*map(str, _FOLDERS), os.environ.get("PYTHONPATH", "")]
+    environment = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     import ray
@@ -62,7 +51,7 @@ def ray_cluster(*paths: Path, num_cpus: int = 16, settings: Mapping[str, str] | 
         ray.init(
             address="local",
             _temp_dir=session.name,
-            num_cpus=num_cpus,
+            num_cpus=16,  # for Ray to schedule; the machine may have fewer
             num_gpus=0,
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,

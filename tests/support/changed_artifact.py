@@ -1,0 +1,35 @@
+"""Copy an artifact so that it gives other answers, for tests of updates: a second export takes minutes."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.numpy import load_file, save_file
+
+from mingc.artifacts.manifest import FILE_NAME, FileRecord, read_manifest
+
+
+def changed_artifact(artifact: Path, folder: Path, *, model: str) -> Path:
+    """Copy `artifact` to `folder` with another model name, other weights and a valid manifest.
+
+    The output weights of the thinker are negated.
+    """
+    shutil.copytree(artifact, folder)
+    manifest = read_manifest(folder)
+    files = dict(manifest.files)
+
+    num_changed = 0
+    for file in manifest.stages["thinker"].weights:
+        tensors = load_file(folder / file)
+        chosen = {name: -tensor for name, tensor in tensors.items() if "lm_head" in name}
+        save_file({**tensors, **chosen}, folder / file)
+        content = (folder / file).read_bytes()
+        files[file] = FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        num_changed += len(chosen)
+    assert num_changed, "the thinker has no lm_head"
+    changed = replace(manifest, model=model, files=files)
+    (folder / FILE_NAME).write_text(changed.to_json(), encoding="utf-8")
+    return folder
