@@ -19,6 +19,7 @@ from mingc.kernels.rms_norm import rms_norm
 Activation = Literal["none", "gelu", "swiglu"]
 # With more rows the vendor's GEMMs gain more than fusion saves (benchmarks/NOTES.md).
 _MAX_FUSED_ROWS = 32
+_MAX_GEMV_ROWS = 2  # which read each weight once, without tensor cores
 _TILE = 16  # n and k must be multiples of this: tensor cores take no smaller tile, nor does torch._scaled_mm
 
 
@@ -54,7 +55,7 @@ def begin_residual(x: Tensor, norm: Tensor, eps: float) -> ResidualState:
     """Start a residual stream at `x` (..., D), before a norm with weight `norm` (D,)."""
     if not use_triton(x) or x.numel() // x.shape[-1] > _MAX_FUSED_ROWS:
         return ResidualState(x, rms_norm(x, norm, eps), None, None)
-    if x.numel() == x.shape[-1]:
+    if x.numel() // x.shape[-1] <= _MAX_GEMV_ROWS:
         return ResidualState(x, x, None, None, norm)
     if x.shape[-1] % _TILE:
         return ResidualState(x, rms_norm(x, norm, eps), None, None)
@@ -69,7 +70,7 @@ def _with_squares(x: Tensor, norm: Tensor, counters: Tensor) -> ResidualState:
 
 
 def _has_gemm(weight: Tensor, activation: Activation = "none") -> bool:
-    """Whether the GEMM for few rows takes `weight`; the GEMV for one row takes every size."""
+    """Whether the GEMM for few rows takes `weight`; the GEMV takes every size."""
     n = weight.shape[0] // (2 if activation == "swiglu" else 1)
     return n % _TILE == 0 and weight.shape[1] % _TILE == 0
 
@@ -158,11 +159,11 @@ def _fused_norm_gemv(
     eps: float = 0.0,
     activation: Activation = "none",
 ) -> Tensor:
-    """One row (..., K) → (..., N) in one kernel."""
+    """At most `_MAX_GEMV_ROWS` rows (..., K) → (..., N) in one kernel."""
     from mingc.kernels.triton import fused_norm_gemv as gpu
 
-    flat, kind = x.reshape(1, -1), gpu.ACTIVATIONS[activation]
-    added = None if residual is None else residual.reshape(1, -1)
+    flat, kind = x.reshape(-1, x.shape[-1]), gpu.ACTIVATIONS[activation]
+    added = None if residual is None else residual.reshape(-1, residual.shape[-1])
     out: Tensor = gpu.fused_norm_gemv(flat, norm, weight, weight_scale, bias, added, eps, kind)
     return out.view(*x.shape[:-1], out.shape[-1])
 

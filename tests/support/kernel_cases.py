@@ -78,10 +78,10 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Case]:
             run=lambda: run(make, *sizes), has_kernel=has_kernel
         )
 
-    for rows in (1, 5, 40):
+    for rows in (1, 2, 5, 40):
         for hidden, inner in ((48, 64), (24, 64), (40, 40), (48, 40)):
-            # One row is a GEMV of any size, and some GEMM of a layer fits all but the two hidden sizes.
-            add("layer", rows == 1 or (rows == 5 and hidden == 48), _layer, rows, hidden, inner, "plain")
+            # Two rows are a GEMV of any size, and some GEMM of a layer fits all but the two hidden sizes.
+            add("layer", rows <= 2 or (rows == 5 and hidden == 48), _layer, rows, hidden, inner, "plain")
     for rows, hidden, fits in ((5, 48, True), (5, 40, False), (1, 40, True)):
         add("layer", fits, _layer, rows, hidden, 64, "fp8")
     for size in ((32, 128), (24, 128), (32, 136)):

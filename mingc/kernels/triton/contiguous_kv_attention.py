@@ -10,7 +10,7 @@ from torch import Tensor
 from mingc.kernels.triton.pdl import enable_pdl
 
 _LOWEST = tl.constexpr(-1e30)  # lowest score; unlike -inf, two of them can be subtracted
-_FEW_REQUESTS = 1  # up to here one program per query head is faster than one per KV head
+_FEW_REQUESTS = 2  # up to here one program per query head is faster than one per KV head
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def mingc_contiguous_kv_attention(
 
 
 @triton.jit
-def mingc_contiguous_kv_attention_batch1_pdl(
+def mingc_contiguous_kv_attention_few_pdl(
     qkv, cos, sin, k_slots, v_slots, slots, lengths, out, num_rows, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def contiguous_kv_attention(
     heads = qkv.shape[1] // size - 2 * kv_heads
     out = torch.empty(batch, heads * size, dtype=qkv.dtype, device=qkv.device)
     if batch <= _FEW_REQUESTS:
-        torch.library.wrap_triton(mingc_contiguous_kv_attention_batch1_pdl)[(heads, batch)](
+        torch.library.wrap_triton(mingc_contiguous_kv_attention_few_pdl)[(heads, batch)](
             qkv, cos, sin, k_slots, v_slots, slots, lengths, out, rows, window,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, BLOCK=256, PDL=True, num_warps=8,
         )  # fmt: skip
