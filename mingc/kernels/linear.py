@@ -40,14 +40,15 @@ class ResidualState(NamedTuple):
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: str) -> Tensor:
-    """GELU of a linear layer: x (M, K), weight (N, K), bias (N,) → (M, N); `approximate` as in F.gelu.
+    """GELU of a linear layer: x (..., K), weight (N, K), bias (N,) → (..., N); `approximate` as in F.gelu.
 
     On a GPU the tanh form runs in the epilogue of the vendor's GEMM, in float32 before the result is rounded; that
     GEMM has no epilogue for the exact form.
     """
     if approximate == "tanh" and use_triton(x):
-        made: Tensor = torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
-        return made
+        flat = x.reshape(-1, x.shape[-1])
+        made: Tensor = torch.ops.aten._addmm_activation(bias, flat, weight.t(), use_gelu=True)
+        return made.view(*x.shape[:-1], made.shape[-1])
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
@@ -111,7 +112,10 @@ def normed_linear(
         flat = state.normed.reshape(-1, state.normed.shape[-1]).contiguous()
         out: Tensor = gpu.normed_linear(flat, state.squares, weight, weight_scale, bias, eps, kind)
         return out.view(*state.normed.shape[:-1], out.shape[-1])
-    out = linear(final_norm(state, eps), weight, bias, weight_scale)
+    x = final_norm(state, eps)
+    if activation == "gelu" and bias is not None and weight_scale is None:
+        return linear_gelu(x, weight, bias, "tanh")
+    out = linear(x, weight, bias, weight_scale)
     if activation == "gelu":
         return F.gelu(out, approximate="tanh")
     if activation == "swiglu":
