@@ -129,11 +129,26 @@ class LinearConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterGemmConfig:
-    """A GEMM of the DiT: `block_n` outputs per cluster, whose thread blocks share the inputs; slices in flight."""
+    """A GEMM of the DiT: `cluster_size` thread blocks split the K of `block_n` outputs; slices in flight."""
 
     block_n: int
     cluster_size: int
     num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlowSamplerConfig:
+    """Flow matching for at most `max_requests`: GEMMs of the DiT, whose tiles have rows of `tile_requests`.
+
+    `project`: the output projection after attention, which is a kernel of its own then; None: one kernel does both.
+    """
+
+    max_requests: int
+    tile_requests: int
+    qkv: ClusterGemmConfig
+    up: ClusterGemmConfig
+    down: ClusterGemmConfig
+    project: ClusterGemmConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +165,7 @@ class Target:
         gemv: configurations by (n, k, bytes per weight).
         fused_norm_gemv: configurations by (n, k).
         linear: configurations by (rows, or the power of two above them, n, k).
-        dit_batch1: configurations by name of the GEMM.
+        flow_sampler: configurations, that of the smallest batches first.
     """
 
     name: str
@@ -165,7 +180,7 @@ class Target:
     gemv: Mapping[GemmShape, GemvConfig] = field(default_factory=dict, repr=False)
     fused_norm_gemv: Mapping[tuple[int, int], FusedNormGemvConfig] = field(default_factory=dict, repr=False)
     linear: Mapping[GemmShape, LinearConfig] = field(default_factory=dict, repr=False)
-    dit_batch1: Mapping[str, ClusterGemmConfig] = field(default_factory=dict, repr=False)
+    flow_sampler: tuple[FlowSamplerConfig, ...] = field(default=(), repr=False)
 
     @property
     def is_known(self) -> bool:
@@ -246,11 +261,31 @@ _LINEAR: Mapping[GemmShape, LinearConfig] = {
 }
 
 # Measured on an H200 (benchmarks/NOTES.md).
-_DIT_BATCH1: Mapping[str, ClusterGemmConfig] = {
-    "qkv": ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
-    "up": ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
-    "down": ClusterGemmConfig(block_n=64, cluster_size=8, num_stages=4),
-}
+_FLOW_SAMPLER = (
+    FlowSamplerConfig(
+        max_requests=1,
+        tile_requests=1,
+        qkv=ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+        up=ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+        down=ClusterGemmConfig(block_n=64, cluster_size=8, num_stages=4),
+    ),
+    FlowSamplerConfig(
+        max_requests=2,
+        tile_requests=1,
+        qkv=ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+        up=ClusterGemmConfig(block_n=64, cluster_size=2, num_stages=4),
+        down=ClusterGemmConfig(block_n=64, cluster_size=8, num_stages=4),
+        project=ClusterGemmConfig(block_n=64, cluster_size=4, num_stages=4),
+    ),
+    FlowSamplerConfig(
+        max_requests=4,
+        tile_requests=2,
+        qkv=ClusterGemmConfig(block_n=128, cluster_size=2, num_stages=4),
+        up=ClusterGemmConfig(block_n=128, cluster_size=2, num_stages=4),
+        down=ClusterGemmConfig(block_n=128, cluster_size=8, num_stages=4),
+        project=ClusterGemmConfig(block_n=64, cluster_size=4, num_stages=4),
+    ),
+)
 
 _H200 = Target(
     name="NVIDIA H200",
@@ -265,7 +300,7 @@ _H200 = Target(
     gemv=_GEMV,
     fused_norm_gemv=_FUSED_NORM_GEMV,
     linear=_LINEAR,
-    dit_batch1=_DIT_BATCH1,
+    flow_sampler=_FLOW_SAMPLER,
 )
 # The same chip with other memory, so it has the H200's kernels and configurations. The figures are for the SXM model.
 _H100 = replace(

@@ -361,8 +361,8 @@ def test_keys_cover_the_source_of_all_kernels_and_the_gpu_table() -> None:
     parts = [
         "triton/gemv.py",
         "triton/moe_config.py",
-        "cuda/dit_batch1.py",
-        "cuda/dit_batch1.cu",
+        "cuda/flow_sampler.py",
+        "cuda/flow_sampler.cu",
         "cuda/nvrtc.py",
     ]
     for path in (*(package / "kernels" / part for part in parts), package / "artifacts" / "target.py"):

@@ -11,8 +11,8 @@ from torch import Tensor
 from mingc.export.cost.kernel_cost import KERNELS
 from mingc.export.layers.dit import DitConfig
 from mingc.export.stages.cfm import Cfm, CfmConfig
-from mingc.kernels import dit_batch1
-from mingc.kernels.cuda import dit_batch1 as gpu
+from mingc.kernels import flow_sampler
+from mingc.kernels.cuda import flow_sampler as gpu
 
 STEPS, HISTORY, PATCH, CHANNELS, LLM, WIDTH, INNER, DEPTH = 3, 32, 4, 64, 896, 1024, 4096, 2
 
@@ -34,15 +34,18 @@ def blocks_flops(sequences: int, tokens: int) -> int:
     return DEPTH * (products + 4 * sequences * tokens * tokens * WIDTH)
 
 
-def test_the_cost_rule_accepts_the_arguments_of_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [each.name for each in torch.ops.mingc.dit_batch1_sample.default._schema.arguments]
+@pytest.mark.parametrize("requests", [1, 4])
+def test_the_cost_rule_accepts_the_arguments_of_the_operator(
+    monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    names = [each.name for each in torch.ops.mingc.flow_sample.default._schema.arguments]
     given: dict[str, Any] = {}
 
     def record(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given.update(zip(names, arguments, strict=True))
         return arguments[0], arguments[0], arguments[0]
 
-    monkeypatch.setattr(torch.ops.mingc, "dit_batch1_sample", record)
+    monkeypatch.setattr(torch.ops.mingc, "flow_sample", record)
     monkeypatch.setattr(gpu, "_code", lambda _: "")
     tokens = 1 + HISTORY + PATCH
     config = CfmConfig(
@@ -55,13 +58,13 @@ def test_the_cost_rule_accepts_the_arguments_of_the_operator(monkeypatch: pytest
         aggregator=transformer(1 + PATCH, LLM),
     )
     with torch.device("meta"):
-        controls = [torch.empty(1) for _ in range(3)]
-        dit_batch1.sample(
-            dit_batch1.PatchInputs(
-                torch.empty(1, LLM),
-                torch.empty(1, HISTORY, CHANNELS),
-                torch.empty(1, PATCH, CHANNELS),
-                torch.empty(1, STEPS, PATCH, CHANNELS),
+        controls = [torch.empty(requests) for _ in range(3)]
+        flow_sampler.sample(
+            flow_sampler.PatchInputs(
+                torch.empty(requests, LLM),
+                torch.empty(requests, HISTORY, CHANNELS),
+                torch.empty(requests, PATCH, CHANNELS),
+                torch.empty(requests, STEPS, PATCH, CHANNELS),
                 *controls,
             ),
             Cfm(config).patch_weights(),
@@ -71,11 +74,11 @@ def test_the_cost_rule_accepts_the_arguments_of_the_operator(monkeypatch: pytest
         for name, value in given.items()
         if not isinstance(value, str)
     }
-    work = KERNELS["dit_batch1_sample"](shapes, given)
+    work = KERNELS["flow_sample"](shapes, given)
     step = blocks_flops(2, tokens) + 2 * PATCH * CHANNELS * WIDTH * 3  # embedded once, projected for both
     condition_and_stop = 2 * LLM * (WIDTH + 2)
     # The history, and the patch for the aggregator.
     tokens_embedded = 2 * (HISTORY + PATCH) * CHANNELS * WIDTH
     once = condition_and_stop + tokens_embedded + blocks_flops(1, 1 + PATCH)
-    assert work.flops == STEPS * step + once
+    assert work.flops == requests * (STEPS * step + once)
     assert work.weight_shares == {"blocks": STEPS, "edges": STEPS}

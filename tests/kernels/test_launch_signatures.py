@@ -146,11 +146,14 @@ def test_a_kernel_uses_every_parameter_that_it_has(name: str) -> None:
 
 
 def test_symbols_of_the_cuda_source_are_those_that_are_launched() -> None:
-    source = (KERNELS / "cuda" / "dit_batch1.cu").read_text(encoding="utf-8")
+    source = (KERNELS / "cuda" / "flow_sampler.cu").read_text(encoding="utf-8")
     declared = set(re.findall(r"^\s+mingc_dit_(\w+)\(const __grid_constant__", source, re.MULTILINE))
     declared |= set(re.findall(r"__launch_bounds__\(256\) mingc_dit_(\w+)\(", source))
     declared |= {f"{name}_pdl" for name in re.findall(r"^GEMM\((\w+),", source, re.MULTILINE)}
     declared.discard("name")
+    declared |= {
+        f"{name}_pdl" for name in re.findall(r"__launch_bounds__\(192\) mingc_dit_(\w+)_pdl\(", source)
+    }
     matrices = ("qkv", "up", "down", "out")
     launched = {f"{name}{suffix}_pdl" for name in matrices for suffix in ("", "_few")}
-    assert declared == launched | {"enter_pdl", "turn_pdl"}
+    assert declared == launched | {"attend_pdl", "project_pdl", "enter_pdl", "turn_pdl"}

@@ -69,9 +69,12 @@ def test_rates_are_those_of_the_data_sheets() -> None:
 
 
 def test_the_dit_shares_inputs_as_measured() -> None:
-    """benchmarks/NOTES.md: `qkv` and `up` split K over clusters of 2, `down` over 8."""
-    configs = lookup((9, 0), "NVIDIA H200", 132).dit_batch1
-    assert {name: config.cluster_size for name, config in configs.items()} == {"qkv": 2, "up": 2, "down": 8}
+    """benchmarks/NOTES.md: `qkv` and `up` split K over clusters of 2, `down` over 8, `project` over 4."""
+    configs = lookup((9, 0), "NVIDIA H200", 132).flow_sampler
+    assert [config.max_requests for config in configs] == [1, 2, 4]
+    for config in configs:
+        assert [each.cluster_size for each in (config.qkv, config.up, config.down)] == [2, 2, 8]
+        assert config.project is None or config.project.cluster_size == 4
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,13 @@ def _one_token_each(batch: Size, query_width: Size, key_width: Size, seen: Size 
     return KernelCost(flops=4 * batch * query_width * seen, state_elements=2 * batch * key_width * seen)
 
 
-def _dit_batch1_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
+def _flow_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """The sampler's steps, then the aggregator.
 
-    noise (1, P, C), history (1, H, C), times (steps, D), embedding and projection of the DiT (`edges`), weights used
+    noise (B, P, C), history (B, H, C), times (steps, D), embedding and projection of the DiT (`edges`), weights used
     once (`others`), blocks and RoPE tables (T, d/2) of DiT and aggregator.
     """
-    steps, patch, history = shapes["times"][0], shapes["noise"][1], shapes["history"][1]
+    steps, (requests, patch, _), history = shapes["times"][0], shapes["noise"], shapes["history"][1]
     embed, _bias, project, _bias = (math.prod(shape) for shape in shapes["edges"])
     condition, _bias, _sizes, stop, _bias, _query, aggregator_embed, _bias = (
         math.prod(shape) for shape in shapes["others"]
@@ -159,7 +159,8 @@ def _dit_batch1_sample(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     step = _blocks_flops(2 * tokens, tokens, shapes["blocks"]) + 2 * patch * (embed + 2 * project)
     before = 2 * (condition + stop + history * embed)
     after = 2 * patch * aggregator_embed + _blocks_flops(aggregated, aggregated, shapes["aggregator"])
-    return KernelCost(flops=before + steps * step + after, weight_shares={"blocks": steps, "edges": steps})
+    flops = requests * (before + steps * step + after)
+    return KernelCost(flops=flops, weight_shares={"blocks": steps, "edges": steps})
 
 
 def _blocks_flops(rows: Size, tokens: Size, blocks: Sequence[Any]) -> Size:
@@ -189,7 +190,7 @@ KERNELS: Mapping[str, Rule] = {
     "add_layer_norm": _elementwise,
     "add_linear": _linear,
     "decode_attention": _decode_attention,
-    "dit_batch1_sample": _dit_batch1_sample,
+    "flow_sample": _flow_sample,
     "moe_gemv": _moe_gemv,
     "fused_norm_gemv": _linear,
     "moe_decode": _experts,

@@ -15,7 +15,7 @@ from mingc.errors import CheckpointError
 from mingc.export.config_fields import DIT, check_fields
 from mingc.export.layers.linear import Linear
 from mingc.export.stage import WeightSource
-from mingc.kernels.dit_batch1 import BlockWeights, TransformerWeights
+from mingc.kernels.flow_sampler import BlockWeights, TransformerWeights
 from mingc.kernels.linear import ResidualState, add_linear, begin_residual, normed_linear, slice_tokens
 from mingc.kernels.small_sequence_attention import small_sequence_attention
 
@@ -140,11 +140,10 @@ class LatentTransformer(nn.Module):
         blocks = [block.weights() for block in self.blocks if isinstance(block, DitBlock)]
         return TransformerWeights(blocks, self.norm, self.cos, self.sin, self.embed.weight, self.embed.bias)
 
-    def project_row(self, x: Tensor) -> Tensor:
-        """Final norm and projection of one token (1, D) → (1, out_size)."""
-        out: Tensor = normed_linear(
-            ResidualState(x, x, None, None, self.norm), self.project.weight, self.project.bias, _EPS
-        )
+    def project_rows(self, x: Tensor) -> Tensor:
+        """Final norm and projection of tokens (N, D) → (N, out_size)."""
+        rows = begin_residual(x, self.norm, _EPS)
+        out: Tensor = normed_linear(rows, self.project.weight, self.project.bias, _EPS)
         return out
 
     def forward(self, x: Tensor, kept: slice) -> Tensor:

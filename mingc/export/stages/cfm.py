@@ -27,7 +27,7 @@ from mingc.export.layers.flow_times import flow_times, time_embeddings
 from mingc.export.layers.speech_llm import read_llm_config
 from mingc.export.stage import GraphDef, Shard, Stage, StageOptions, WeightSource
 from mingc.export.weights.mapping import stored
-from mingc.kernels import dit_batch1
+from mingc.kernels import flow_sampler
 
 _PART = "talker"
 # Default arguments of the reference's sampler, which never reads the config's `cfg_strength`.
@@ -83,10 +83,14 @@ class Cfm(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sample one patch of each of B requests; inputs and outputs as in the graph's spec."""
         weights = self.patch_weights()
-        if dit_batch1.takes_patch(noise, weights):
-            inputs = dit_batch1.PatchInputs(hidden, history, noise, step_noise, guidance, sigma, temperature)
-            latents, aggregated, stop = dit_batch1.sample(inputs, weights)
-            next_embeds = self.aggregator.project_row(aggregated[:1])
+        if flow_sampler.takes_patch(noise, weights):
+            inputs = flow_sampler.PatchInputs(
+                hidden, history, noise, step_noise, guidance, sigma, temperature
+            )
+            latents, aggregated, stop = flow_sampler.sample(inputs, weights)
+            next_embeds = self.aggregator.project_rows(
+                aggregated.view(noise.shape[0], -1, aggregated.shape[1])[:, 0]
+            )
         else:
             latents = self.trajectory(hidden, history, noise, step_noise, guidance, sigma, temperature)[-1]
             stop = self.stop_head(hidden).float().softmax(-1)[:, 1]
@@ -123,9 +127,9 @@ class Cfm(nn.Module):
         spread = (sigma * temperature.sqrt())[:, None, None, None] * self.step_sizes.sqrt()[:, None, None]
         return step_noise * spread
 
-    def patch_weights(self) -> dit_batch1.PatchWeights:
+    def patch_weights(self) -> flow_sampler.PatchWeights:
         """Parameters for the fused kernel: all but the projections of speaker and aggregator."""
-        return dit_batch1.PatchWeights(
+        return flow_sampler.PatchWeights(
             dit=self.dit.weights(),
             project=self.dit.project.weight,
             project_bias=self.dit.project.bias,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-import mingc.kernels.cuda.dit_batch1  # noqa: F401  (registers ops that engines call by name)
+import mingc.kernels.cuda.flow_sampler  # noqa: F401  (registers ops that engines call by name)
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError
 from mingc.runtime.engines.base import Engine

@@ -1,11 +1,11 @@
-// The DiT for one request: GEMMs, the attention between them, and what runs before and between ODE steps.
+// The DiT for few requests: GEMMs, the attention between them, and what runs before and between ODE steps.
 //
-// A GEMM takes up to 80 rows, or up to 8. Its weights are the first operand of the matrix instruction (64 outputs), the
-// rows the second (80 columns, or 8). A cluster of thread blocks splits K: each block computes all outputs of the
+// A tile of a GEMM has up to TILE_ROWS rows, or up to 8, of whole requests, so that a request's results do not depend on
+// its batch. Weights are the first operand of the matrix instruction (64 outputs), rows the second. A cluster of thread blocks splits K: each block computes all outputs of the
 // cluster over its part of K and owns some pairs of rows of the result. It writes its partial sums of the other rows
 // into their owners' shared memory, and sums what it receives in a fixed order.
 // Weights are loaded before the kernel waits for the previous one (programmatic dependent launch), while that one ends.
-// dit_batch1.py launches the kernels and fills their structs; the block sizes come from mingc/artifacts/target.py.
+// flow_sampler.py launches the kernels and fills their structs; the block sizes come from mingc/artifacts/target.py.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -34,8 +34,10 @@ struct Gemm {
   u16* scaled;        // (M, N) out times norm
   float* squares_out;  // (M, N / 64)
   int rows;
+  int tile_rows;  // of one matrix instruction: of whole requests
   int parts;
   int tokens;
+  int kept;  // tokens of a sequence that `out` keeps, its last ones
   int ahead_bytes;  // of `ahead`, prefetched by one block
 };
 
@@ -128,6 +130,17 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 }
 #define SUM(i) "+f"(d[i])
 #define SUMS(i) SUM(i), SUM(i + 1), SUM(i + 2), SUM(i + 3), SUM(i + 4), SUM(i + 5), SUM(i + 6), SUM(i + 7)
+__device__ __forceinline__ void multiply(float (&d)[76], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n152k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+      "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,"
+      "%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"
+      "%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75}, %76, %77, 1, 1, 1, 0, 0;"
+      : SUMS(0), SUMS(8), SUMS(16), SUMS(24), SUMS(32), SUMS(40), SUMS(48), SUMS(56), SUMS(64), SUM(72), SUM(73), SUM(74),
+        SUM(75)
+      : "l"(a), "l"(b));
+}
 __device__ __forceinline__ void multiply(float (&d)[40], u64 a, u64 b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 "
@@ -201,18 +214,19 @@ struct Sum {
   static_assert((S == 2 || S % 4 == 0) && WARPS % (BN / 64) == 0, "");
   const Gemm& p;
   const u32 received, barrier;  // shared memory that `send` of the other blocks writes to
-  const int rank, first_row, rows, warp, lane, half, column;
+  const int rank, first_row, residual_row, rows, warp, lane, half, column;
   u32 bias, next, rest[COUNT][2];
   float scale[COUNT], cos[COUNT][2], sin[COUNT][2];
 
-  // `rows` rows exist from first_row on.
+  // `rows` rows exist from first_row on; `residual_row` is the first one of the residual.
   __device__ __forceinline__ Sum(const Gemm& p, u32 received, u32 barrier, int tile, int rank, int first_row,
-                                 int rows)
+                                 int residual_row, int rows)
       : p(p),
         received(received),
         barrier(barrier),
         rank(rank),
         first_row(first_row),
+        residual_row(residual_row),
         rows(rows),
         warp(threadIdx.x / 32),
         lane(threadIdx.x % 32),
@@ -243,14 +257,14 @@ struct Sum {
   __device__ __forceinline__ void load_rest() {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-      const int squares_row = row(i) + lane / 16;
+      const int squares_row = first_row + row(i) + lane / 16;
       scale[i] = KIND != ADD && real(i, lane / 16) && lane % 16 < p.parts
                      ? p.squares[squares_row * p.parts + lane % 16]
                      : 0.f;
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         rest[i][c] =
-            KIND == ADD && real(i, c) ? *(const u32*)(p.residual + (size_t)(first_row + row(i) + c) * N + column) : 0;
+            KIND == ADD && real(i, c) ? *(const u32*)(p.residual + (size_t)(residual_row + row(i) + c) * N + column) : 0;
     }
   }
   // Accumulators of the matrix instruction: rows 8 j + 2 (lane % 4) and the next, a pair of outputs.
@@ -331,11 +345,14 @@ template <int ROWS, int N, int K, int BN, int S, int STAGES, Kind KIND>
 __device__ __forceinline__ void gemm(const Gemm& p) {
   constexpr int DEPTH = K / S, SLICES = DEPTH / SLICE, WEIGHT_SLICE = BN * SLICE * 2, ROWS_SLICE = ROWS * SLICE * 2;
   using Total = Sum<N, K, BN, S, ROWS / 8, KIND>;
-  // Partial sums of other blocks overwrite the weights, except the last slice.
-  static_assert(STAGES <= SLICES && Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE, "");
+  // Partial sums of other blocks overwrite the weights, if possible except the last slice, and then the rows.
+  constexpr bool SPARES_LAST = Total::BYTES <= (SLICES - 1) * WEIGHT_SLICE;
+  static_assert(STAGES <= SLICES && Total::BYTES <= SLICES * WEIGHT_SLICE + STAGES * ROWS_SLICE, "");
   const u32 weights = memory_base(), ring = weights + SLICES * WEIGHT_SLICE, barriers = ring + STAGES * ROWS_SLICE;
-  const int t = threadIdx.x, tile = blockIdx.x / S, rank = blockIdx.x % S;
-  Total sum(p, weights, barriers + 8 * SLICES, tile, rank, 0, p.rows);
+  const int t = threadIdx.x, tile = blockIdx.x / S % (N / BN), rank = blockIdx.x % S;
+  const int first_row = blockIdx.x / S / (N / BN) * p.tile_rows;
+  Total sum(p, weights, barriers + 8 * SLICES, tile, rank, first_row, first_row,
+            min(p.tile_rows, p.rows - first_row));
   if (t == 0) {
     for (int s = 0; s <= SLICES; ++s) make_barrier(barriers + 8 * s);
     show_barriers();
@@ -352,7 +369,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   wait_for_kernels();
   auto load_slice = [&](int s) {
     if (t == 0)
-      copy_rows(ring + (s % STAGES) * ROWS_SLICE, &p.x_map, rank * DEPTH + s * SLICE, 0, barriers + 8 * s);
+      copy_rows(ring + (s % STAGES) * ROWS_SLICE, &p.x_map, rank * DEPTH + s * SLICE, first_row, barriers + 8 * s);
   };
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) load_slice(s);
@@ -377,7 +394,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
       load_slice(s - 1 + STAGES);
     }
   }
-  wait_multiply<1>();
+  wait_multiply<SPARES_LAST ? 1 : 0>();
   cluster_come();
   wait_multiply<0>();
   cluster_wait();
@@ -385,15 +402,20 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   sum.finish();
 }
 
-#define GEMM(name, rows, outputs, depth, stages, CONFIG, kind)                                              \
-  extern "C" __global__ void __launch_bounds__(2 * CONFIG##_BLOCK_N, 2)                                        \
-      __cluster_dims__(CONFIG##_CLUSTER_SIZE, 1, 1)                                                            \
-      mingc_dit_##name##_pdl(const __grid_constant__ Gemm p) {                                              \
-    gemm<rows, outputs, depth, CONFIG##_BLOCK_N, CONFIG##_CLUSTER_SIZE, stages, kind>(p);                   \
+// Thread blocks that fit the shared memory of a multiprocessor, which decides how many registers a thread gets.
+__host__ __device__ constexpr int blocks_that_fit(int rows, int depth, int block_n, int stages) {
+  return 2 * (depth / SLICE * block_n + stages * rows) * SLICE * 2 + 2 * (128 + 1024 + 1024) <= 228 * 1024 ? 2 : 1;
+}
+#define GEMM(name, rows, outputs, depth, stages, CONFIG, kind)                                                \
+  extern "C" __global__ void __launch_bounds__(                                                               \
+      2 * CONFIG##_BLOCK_N, blocks_that_fit(rows, depth / CONFIG##_CLUSTER_SIZE, CONFIG##_BLOCK_N, stages))   \
+      __cluster_dims__(CONFIG##_CLUSTER_SIZE, 1, 1)                                                           \
+      mingc_dit_##name##_pdl(const __grid_constant__ Gemm p) {                                                \
+    gemm<rows, outputs, depth, CONFIG##_BLOCK_N, CONFIG##_CLUSTER_SIZE, stages, kind>(p);                     \
   }
-GEMM(qkv, 80, 3072, 1024, QKV_NUM_STAGES, QKV, NORM_TURN)
-GEMM(up, 80, 4096, 1024, UP_NUM_STAGES, UP, NORM_GELU)
-GEMM(down, 80, 1024, 4096, DOWN_NUM_STAGES, DOWN, ADD)
+GEMM(qkv, TILE_ROWS, 3072, 1024, QKV_NUM_STAGES, QKV, NORM_TURN)
+GEMM(up, TILE_ROWS, 4096, 1024, UP_NUM_STAGES, UP, NORM_GELU)
+GEMM(down, TILE_ROWS, 1024, 4096, DOWN_NUM_STAGES, DOWN, ADD)
 GEMM(qkv_few, 8, 3072, 1024, 1024 / SLICE / QKV_CLUSTER_SIZE, QKV, NORM_TURN)
 GEMM(up_few, 8, 4096, 1024, 1024 / SLICE / UP_CLUSTER_SIZE, UP, NORM_GELU)
 GEMM(down_few, 8, 1024, 4096, 4096 / SLICE / DOWN_CLUSTER_SIZE, DOWN, ADD)
@@ -470,18 +492,18 @@ __device__ __forceinline__ void attend(u32 queries, u32 keys, u32 values, int fi
   }
 }
 
-// Attention and the output projection of one sequence of at most TOKENS: a block has the K of two heads, whose
+// Attention and the output projection of one sequence, at most KEPT tokens of it: a block has the K of two heads, whose
 // attention it repeats in all tiles, and 128 outputs.
-template <int TOKENS>
+template <int KEPT>
 __device__ __forceinline__ void attend_and_project(const Gemm& p) {
   constexpr int BN = 128, S = 8, WEIGHT_SLICE = BN * 128;
-  using Total = Sum<1024, 1024, BN, S, TOKENS / 8, ADD>;
+  using Total = Sum<1024, 1024, BN, S, KEPT / 8, ADD>;
   static_assert(Total::BYTES <= 4 * TILE, "");  // partial sums of other blocks overwrite keys and values
   const u32 weights = memory_base(), tiles = weights + 2 * WEIGHT_SLICE, barriers = tiles + 6 * TILE;
   const int t = threadIdx.x, warp = t / 32, sequence = blockIdx.x / 64, tile = blockIdx.x / S % 8,
             rank = blockIdx.x % S;
-  const int first_row = sequence * p.tokens;
-  Total sum(p, tiles + 2 * TILE, barriers + 24, tile, rank, first_row, p.tokens);
+  const int first_row = sequence * p.tokens, first_query = first_row + p.tokens - p.kept;
+  Total sum(p, tiles + 2 * TILE, barriers + 24, tile, rank, sequence * p.kept, first_query, p.kept);
   if (t == 0) {
     for (int i = 0; i < 4; ++i) make_barrier(barriers + 8 * i);
     show_barriers();
@@ -501,14 +523,14 @@ __device__ __forceinline__ void attend_and_project(const Gemm& p) {
     expect_bytes(barriers + 8, 4 * TILE);
     expect_bytes(barriers + 16, 2 * TILE);
     for (int i = 0; i < 6; ++i)
-      copy_rows(tiles + i * TILE, &p.x_map, i / 2 * 1024 + rank * 128 + i % 2 * 64, first_row,
+      copy_rows(tiles + i * TILE, &p.x_map, i / 2 * 1024 + rank * 128 + i % 2 * 64, i < 2 ? first_query : first_row,
                 barriers + (i < 4 ? 8 : 16));
   }
   sum.load_rest();
   let_next_begin();
   wait_bytes(barriers + 8);
   wait_bytes(barriers + 16);
-  if (warp < 6 && warp % 3 * 16 < p.tokens) {
+  if (warp < 6 && warp % 3 * 16 < p.kept) {
     const int head = warp / 3;
     attend(tiles + head * TILE, tiles + (2 + head) * TILE, tiles + (4 + head) * TILE, warp % 3 * 16, p.tokens);
     show_copies();
@@ -516,9 +538,9 @@ __device__ __forceinline__ void attend_and_project(const Gemm& p) {
   __syncthreads();
   cluster_come();
   wait_bytes(barriers);
-  float d[TOKENS / 2];
+  float d[KEPT / 2];
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) d[i] = 0.f;
+  for (int i = 0; i < KEPT / 2; ++i) d[i] = 0.f;
   begin_multiply();
 #pragma unroll
   for (int k = 0; k < 8; ++k)
@@ -539,13 +561,47 @@ extern "C" __global__ void __launch_bounds__(256, 2) __cluster_dims__(8, 1, 1)
   attend_and_project<8>(p);
 }
 
+#ifdef PROJECT_BLOCK_N
+// For more sequences: attention alone, of two heads of a sequence a block, and the output projection as a GEMM.
+extern "C" __global__ void __launch_bounds__(192) mingc_dit_attend_pdl(const __grid_constant__ Gemm p) {
+  const u32 tiles = memory_base(), barrier = tiles + 6 * TILE;
+  const int t = threadIdx.x, warp = t / 32, sequence = blockIdx.x / 8, pair = blockIdx.x % 8;
+  const int first_row = sequence * p.tokens;
+  if (t == 0) {
+    make_barrier(barrier);
+    show_barriers();
+    fetch_map(&p.x_map);
+    if (p.ahead_bytes) fetch_ahead((const char*)p.ahead + (size_t)blockIdx.x * p.ahead_bytes, p.ahead_bytes);
+  }
+  __syncthreads();
+  wait_for_kernels();
+  if (t == 0) {
+    expect_bytes(barrier, 6 * TILE);
+    for (int i = 0; i < 6; ++i)
+      copy_rows(tiles + i * TILE, &p.x_map, i / 2 * 1024 + pair * 128 + i % 2 * 64, first_row, barrier);
+  }
+  let_next_begin();
+  wait_bytes(barrier);
+  const int head = warp / 3;
+  if (warp % 3 * 16 < p.tokens)
+    attend(tiles + head * TILE, tiles + (2 + head) * TILE, tiles + (4 + head) * TILE, warp % 3 * 16, p.tokens);
+  __syncthreads();
+  for (int i = t; i < p.tokens * 16; i += 192) {
+    const int row = i / 16, half = i / 8 % 2, chunk = i % 8;
+    *(float4*)(p.out + (size_t)(first_row + row) * 1024 + pair * 128 + half * 64 + chunk * 8) =
+        own_load(tiles + half * TILE + row * 128 + ((chunk ^ (row & 7)) << 4));
+  }
+}
+GEMM(project, TILE_ROWS, 1024, 1024, PROJECT_NUM_STAGES, PROJECT, ADD)
+#endif
+
 // Before all ODE steps: the inputs that they share, and the stop probability.
 //
 // Blocks of 8 warps: ENTER_CONDITION blocks compute the first tokens, a warp one output of the condition's GEMV; then
 // ENTER_HISTORY blocks the history tokens, a warp 16 outputs of the embedding; the last block the stop head.
 struct Enter {
-  const u16* hidden;          // (896)
-  const float* history;       // (32, 64)
+  const u16* hidden;          // (requests, 896)
+  const float* history;       // (requests, 32, 64)
   const u16* condition;       // (1024, 896)
   const u16* condition_bias;  // (1024)
   const float* times;         // (steps, 1024)
@@ -553,13 +609,13 @@ struct Enter {
   const u16* embed_bias;      // (1024)
   const u16* stop;            // (2, 896)
   const u16* stop_bias;       // (2)
-  u16* first;                 // (2, steps, 1024): with the hidden state, then without
-  u16* tokens;                // (32, 1024)
-  float* probability;         // (1)
+  u16* first;                 // (requests, 2, steps, 1024): with the hidden state, then without
+  u16* tokens;                // (requests, 32, 1024)
+  float* probability;         // (requests)
   int steps;
 };
 constexpr int WIDTH = 1024, PATCH = 4, CHANNELS = 64, HIDDEN = 896;
-constexpr int ENTER_CONDITION = WIDTH / 8, ENTER_HISTORY = WIDTH / 128;
+constexpr int HISTORY = 32, ENTER_CONDITION = WIDTH / 8, ENTER_HISTORY = WIDTH / 128, ENTER_BLOCKS = ENTER_CONDITION + ENTER_HISTORY + 1;
 
 __device__ __forceinline__ float dot8(uint4 x, uint4 w) {
   const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {w.x, w.y, w.z, w.w};
@@ -573,7 +629,8 @@ __device__ __forceinline__ u32 rounded(float v) { return pack(v, 0.f) & 0xFFFF; 
 
 extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __grid_constant__ Enter p) {
   __shared__ float logits[2];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32, block = blockIdx.x;
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32, block = blockIdx.x % ENTER_BLOCKS;
+  const int request = blockIdx.x / ENTER_BLOCKS;
   constexpr int PIECES = (HIDDEN / 8 + 31) / 32;
   const uint4 none = {0, 0, 0, 0};
   let_next_begin();
@@ -596,7 +653,8 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
       float sum[4] = {};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float4* at = (const float4*)(p.history + (j * 8 + lane / 4) * CHANNELS + c * 32 + channel);
+        const int token = request * HISTORY + j * 8 + lane / 4;
+        const float4* at = (const float4*)(p.history + token * CHANNELS + c * 32 + channel);
         const float4 low = at[0], high = at[1];
         const u32 a[4] = {w[0][c].x, w[1][c].x, w[0][c].y, w[1][c].y},
                   b[4] = {w[0][c].z, w[1][c].z, w[0][c].w, w[1][c].w};
@@ -605,7 +663,8 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        p.tokens[(j * 8 + lane % 4 * 2 + e % 2) * WIDTH + column + e / 2 * 8] = rounded(sum[e] + bias[e / 2]);
+        p.tokens[(request * HISTORY + j * 8 + lane % 4 * 2 + e % 2) * WIDTH + column + e / 2 * 8] =
+            rounded(sum[e] + bias[e / 2]);
     }
     return;
   }
@@ -622,45 +681,46 @@ extern "C" __global__ void __launch_bounds__(256) mingc_dit_enter_pdl(const __gr
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < PIECES; ++i)
-    if (i * 32 + lane < HIDDEN / 8) sum += dot8(*(const uint4*)(p.hidden + (i * 32 + lane) * 8), w[i]);
+    if (i * 32 + lane < HIDDEN / 8) sum += dot8(*(const uint4*)(p.hidden + request * HIDDEN + (i * 32 + lane) * 8), w[i]);
 #pragma unroll
   for (int apart = 16; apart; apart /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, apart);
   const float made = to_float(rounded(sum + bias));
   if (is_stop) {
     if (warp < 2 && lane == 0) logits[warp] = made;
     __syncthreads();
-    if (t == 0) p.probability[0] = 1.f / (1.f + __expf(logits[0] - logits[1]));
+    if (t == 0) p.probability[request] = 1.f / (1.f + __expf(logits[0] - logits[1]));
   } else if (lane < p.steps) {
-    p.first[lane * WIDTH + output] = rounded(made + time);
-    p.first[(p.steps + lane) * WIDTH + output] = rounded(bias + time);
+    u16* first = p.first + (request * 2 * p.steps + lane) * WIDTH + output;
+    first[0] = rounded(made + time);
+    first[p.steps * WIDTH] = rounded(bias + time);
   }
 }
 
 // Between two ODE steps: final norm, projection, guidance and update of the last step, tokens of the next step, or of
-// the aggregator after the last step. One cluster of 8 blocks; a block has 8 latent channels of the projection and 128
+// the aggregator after the last step. A request has a cluster of 8 blocks; a block has 8 latent channels of the projection and 128
 // columns of the tokens.
 struct Turn {
-  const u16* first;         // (sequences, first_stride): the first token of each
-  const u16* history;       // (history, 1024): the tokens after it, the same in all sequences and steps
+  const u16* first;         // (requests, sequences, first_stride): the first token of each; or one for all, stride 0
+  const u16* history;       // (requests, history, 1024): the tokens after it, the same in all sequences and steps
   const u16* embed;         // (1024, 64)
   const u16* embed_bias;    // (1024)
   const u16* project;       // (64, 1024)
   const u16* project_bias;  // (64)
   const u16* norm;          // (1024) of the next transformer's first block
-  const u16* scaled;        // (2 before, 1024) the last step's stream times the final norm's weight
-  const float* squares;     // (2 before, parts)
-  const float* state;       // (4, 64) before
-  const float* noise;       // (4, 64) noise that the last step adds,
-  const float* sigma;       // (1) times this,
-  const float* temperature;  // (1) and the root of this,
+  const u16* scaled;        // (requests, 2 before, 1024) the last step's stream times the final norm's weight
+  const float* squares;     // (requests, 2 before, parts)
+  const float* state;       // (requests, 4, 64) before
+  const float* noise;       // (requests, noise_stride) noise (4, 64) that the last step adds,
+  const float* sigma;       // (requests) times this,
+  const float* temperature;  // (requests) and the root of this,
   const float* step_size;   // (1) and of this
-  const float* guidance;    // (1)
-  float* next_state;        // (4, 64)
-  u16* x;                   // (sequences tokens, 1024)
+  const float* guidance;    // (requests)
+  float* next_state;        // (requests, 4, 64)
+  u16* x;                   // (requests, sequences tokens, 1024)
   u16* x_scaled;
-  float* x_squares;  // (sequences tokens, 8)
+  float* x_squares;  // (requests, sequences tokens, 8)
   int before, parts;  // tokens of a sequence of the last step; 0 before the first step
-  int tokens, sequences, first_stride, history_tokens;
+  int tokens, sequences, first_stride, history_tokens, noise_stride;
 };
 extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
     mingc_dit_turn_pdl(const __grid_constant__ Turn p) {
@@ -671,7 +731,8 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
   __shared__ __align__(16) u16 states[PATCH][CHANNELS];
   __shared__ __align__(16) u16 made[PATCH][COLUMNS];
   __shared__ __align__(8) u64 came[1];
-  const int t = threadIdx.x, lane = t % 32, warp = t / 32, rank = blockIdx.x, group = lane / 4, part = lane % 4 * 8;
+  const int t = threadIdx.x, lane = t % 32, warp = t / 32, group = lane / 4, part = lane % 4 * 8;
+  const int rank = blockIdx.x % BLOCKS, request = blockIdx.x / BLOCKS;
   const u32 barrier = shared_address(came);
   let_next_begin();
   if (t == 0) {
@@ -698,18 +759,20 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
   const uint2 next = *(const uint2*)(p.norm + column);
   cluster_come();
   wait_for_kernels();
-  float state = p.state[place], guidance = 0.f, kick = 0.f;
+  float state = p.state[request * PATCH * CHANNELS + place], guidance = 0.f, kick = 0.f;
   uint2 row = {0, 0};
   if (warp >= PATCH && warp < PATCH + p.sequences)
-    row = *(const uint2*)(p.first + (size_t)(warp - PATCH) * p.first_stride + column);
+    row = *(const uint2*)(p.first + (size_t)(request * p.sequences + warp - PATCH) * p.first_stride + column);
   if (p.before) {
-    guidance = p.guidance[0];
-    kick = p.noise[place] * (p.sigma[0] * sqrtf(p.temperature[0]) * sqrtf(p.step_size[0]));
-    const u16* at = p.scaled + (group / PATCH * p.before + p.before - PATCH + group % PATCH) * WIDTH + warp * 128;
+    guidance = p.guidance[request];
+    kick = p.noise[request * p.noise_stride + place] *
+           (p.sigma[request] * sqrtf(p.temperature[request]) * sqrtf(p.step_size[0]));
+    const u16* at = p.scaled + ((2 * request + group / PATCH) * p.before + p.before - PATCH + group % PATCH) * WIDTH +
+                    warp * 128;
     uint4 x[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) x[c] = *(const uint4*)(at + c * 32 + part);
-    const int squares_row = warp / PATCH * p.before + p.before - PATCH + warp % PATCH;
+    const int squares_row = (2 * request + warp / PATCH) * p.before + p.before - PATCH + warp % PATCH;
     float squares = lane < p.parts ? p.squares[squares_row * p.parts + lane] : 0.f;
     float sum[4] = {};
 #pragma unroll
@@ -732,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
         conditional += sums[w][latent][lane / PATCH], free += sums[w][PATCH + latent][lane / PATCH];
       conditional = conditional * scales[latent] + bias, free = free * scales[PATCH + latent] + bias;
       state += (conditional + guidance * (conditional - free)) * p.step_size[0] + kick;
-      p.next_state[place] = state;
+      p.next_state[request * PATCH * CHANNELS + place] = state;
     }
     own[latent][lane / PATCH] = rounded(state);
     __syncwarp();
@@ -761,7 +824,8 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
   }
   __syncthreads();
   // Store a row of tokens, once or in every sequence.
-  auto write = [&](uint2 v, int place, int copies) {
+  auto write = [&](uint2 v, int token, int copies) {
+    int place = request * p.sequences * p.tokens + token;
     const float w[4] = {to_float(v.x & 0xFFFF), to_float(v.x >> 16), to_float(v.y & 0xFFFF), to_float(v.y >> 16)};
     const uint2 scaled = {pack(w[0] * to_float(next.x & 0xFFFF), w[1] * to_float(next.x >> 16)),
                           pack(w[2] * to_float(next.y & 0xFFFF), w[3] * to_float(next.y >> 16))};
@@ -779,5 +843,5 @@ extern "C" __global__ void __launch_bounds__(256) __cluster_dims__(8, 1, 1)
   else if (warp < PATCH + p.sequences)
     write(row, (warp - PATCH) * p.tokens, 1);
   for (int h = warp; h < p.history_tokens; h += WARPS)
-    write(*(const uint2*)(p.history + (size_t)h * WIDTH + column), 1 + h, p.sequences);
+    write(*(const uint2*)(p.history + (size_t)(request * HISTORY + h) * WIDTH + column), 1 + h, p.sequences);
 }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mingc.export.layers.dit import DitConfig
 from mingc.export.stages.cfm import Cfm, CfmConfig
 from mingc.host.machine import gpu_target
-from mingc.kernels import dit_batch1
+from mingc.kernels import flow_sampler
 from mingc.kernels.dispatch import plain_torch
 from mingc.runtime.engines.cuda_graphs import GraphPool
 
@@ -21,6 +21,7 @@ pytestmark = [
         reason="needs a GPU with cluster kernels",
     ),
 ]
+BATCHES = (1, 2, 3, 4)
 TOLERANCE = 2.5e-2  # rounding error of bfloat16 through the blocks, relative to the largest value
 
 
@@ -48,7 +49,7 @@ def error(value: Tensor, expected: Tensor) -> float:
     return float((value.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
-def sampler() -> tuple[Cfm, tuple[Tensor, ...]]:
+def sampler(requests: int = 1) -> tuple[Cfm, tuple[Tensor, ...]]:
     module = filled(
         Cfm(
             CfmConfig(
@@ -64,15 +65,16 @@ def sampler() -> tuple[Cfm, tuple[Tensor, ...]]:
     )
     assert isinstance(module, Cfm)
     normal = [
-        torch.randn(shape, device="cuda") for shape in ((1, 896), (1, 32, 64), (1, 4, 64), (1, 3, 4, 64))
+        torch.randn(requests, *shape, device="cuda") for shape in ((896,), (32, 64), (4, 64), (3, 4, 64))
     ]
-    controls = [torch.full((1,), value, device="cuda") for value in (2.0, 0.25, 0.5)]
+    controls = [torch.rand(requests, device="cuda") + value for value in (1.5, 0.25, 0.5)]
     return module, (normal[0].to(torch.bfloat16), *normal[1:], *controls)
 
 
-def test_one_patch() -> None:
-    module, inputs = sampler()
-    assert dit_batch1.takes_patch(inputs[2], module.patch_weights())
+@pytest.mark.parametrize("requests", BATCHES)
+def test_one_patch(requests: int) -> None:
+    module, inputs = sampler(requests)
+    assert flow_sampler.takes_patch(inputs[2], module.patch_weights())
     with plain_torch():
         expected = module.sample(*inputs)
     assert all(each.isfinite().all() for each in expected)
@@ -80,8 +82,22 @@ def test_one_patch() -> None:
         assert error(value, wanted) < TOLERANCE
 
 
-def test_kernels_with_pdl_give_the_same_result_every_time() -> None:
-    module, inputs = sampler()
+def test_larger_batches_run_the_vendors_gemms() -> None:
+    module, inputs = sampler(5)
+    assert not flow_sampler.takes_patch(inputs[2], module.patch_weights())
+
+
+@pytest.mark.parametrize("requests", BATCHES[1:])
+def test_a_request_gives_the_same_bits_in_every_row_of_a_batch(requests: int) -> None:
+    module, inputs = sampler(requests)
+    made = module.sample(*inputs)
+    shifted = module.sample(*(each.roll(1, 0) for each in inputs))
+    assert all(torch.equal(moved, value.roll(1, 0)) for moved, value in zip(shifted, made, strict=True))
+
+
+@pytest.mark.parametrize("requests", BATCHES)
+def test_kernels_with_pdl_give_the_same_result_every_time(requests: int) -> None:
+    module, inputs = sampler(requests)
     expected = [each.clone() for each in module.sample(*inputs)]
     assert all(each.isfinite().all() for each in expected)
     graph, outputs = GraphPool(torch.device("cuda", 0)).capture(lambda: module.sample(*inputs), "sampler")

@@ -1,8 +1,8 @@
-"""Flow matching and the aggregator at batch 1 in CUDA C++: GEMMs for few rows and everything between them.
+"""Flow matching and the aggregator for few requests in CUDA C++: GEMMs for few rows and everything between them.
 
-At 74 rows the vendor's GEMMs spend more time starting and ending than multiplying. These kernels load their weights
-while the kernel before them ends (programmatic dependent launch), split K over a cluster of thread blocks, and fuse
-norm, activation and residual sum. They need a GPU with cluster kernels (`mingc.artifacts.target`) and the released
+At 74 rows a request the vendor's GEMMs spend more time starting and ending than multiplying. These kernels load their
+weights while the kernel before them ends (programmatic dependent launch), split K over a cluster of thread blocks, and
+fuse norm, activation and residual sum. They need a GPU with cluster kernels (`mingc.artifacts.target`) and the released
 model's sizes; elsewhere `mingc.export.stages.cfm.Cfm` runs the plain form, which is the reference.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mingc.kernels.cuda import dit_batch1 as cuda
-from mingc.kernels.cuda.dit_batch1 import BlockWeights, PatchInputs, PatchWeights, TransformerWeights
+from mingc.kernels.cuda import flow_sampler as cuda
+from mingc.kernels.cuda.flow_sampler import BlockWeights, PatchInputs, PatchWeights, TransformerWeights
 from mingc.kernels.dispatch import use_clusters
 
 __all__ = ["BlockWeights", "PatchInputs", "PatchWeights", "TransformerWeights", "sample", "takes_patch"]
@@ -30,7 +30,8 @@ def takes_patch(noise: Tensor, weights: PatchWeights) -> bool:
         and _takes(weights.aggregator, 1 + PATCH)
         and weights.condition.shape == (WIDTH, LLM_WIDTH)
         and weights.times.shape[0] <= MAX_STEPS
-        and noise.shape == (1, PATCH, CHANNELS)
+        and noise.shape[1:] == (PATCH, CHANNELS)
+        and noise.shape[0] <= cuda.max_requests(noise.device)
     )
 
 
@@ -46,9 +47,9 @@ def _takes(weights: TransformerWeights, tokens: int) -> bool:
 
 
 def sample(inputs: PatchInputs, weights: PatchWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one patch.
+    """Sample one patch of each of B requests. A request gives the same bits in every batch of a configuration.
 
-    Returns: latents (1, P, C) float32, the aggregator's residual stream (1 + P, D) before its norm, and the stop
-    probability (1,) float32.
+    Returns: latents (B, P, C) float32, the aggregator's residual stream (B (1 + P), D) before its norm, and the stop
+    probabilities (B,) float32.
     """
     return cuda.sample(inputs, weights)
