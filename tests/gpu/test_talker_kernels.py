@@ -46,10 +46,10 @@ def test_small_sequence_attention() -> None:
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(
     ("slots", "lengths"),
-    [([1, 4, 2], [0, 130, 599]), ([4], [0]), ([1], [130]), ([3], [256]), ([2], [599])],
+    [([1, 4, 2], [0, 130, 599]), ([4], [0]), ([1], [130]), ([3], [256]), ([2, 4], [599, 7])],
 )
 def test_contiguous_kv_attention(slots: list[int], lengths: list[int], window: int | None) -> None:
-    """A single request runs a separate kernel."""
+    """One or two requests run a separate kernel."""
     qkv, tables = normal(len(slots), 18 * 64), angles(len(slots), 32)
     ours, theirs = ([normal(5, 600, 2, 64) for _ in range(2)] for _ in range(2))
     for own, other in zip(ours, theirs, strict=True):
@@ -111,7 +111,7 @@ def test_sliding_window_attention(first: list[int]) -> None:
         check(own, other)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 18, 32])
+@pytest.mark.parametrize("rows", [1, 2, 5, 18, 32])
 @pytest.mark.parametrize(("activation", "factor"), [("none", 1), ("gelu", 1), ("swiglu", 2)])
 def test_an_mlp(rows: int, activation: linear.Activation, factor: int) -> None:
     """Up and down: the next GEMM uses the sums of squares of the split-K GEMM before it."""
@@ -148,7 +148,7 @@ def test_one_row_of_any_size(size: int, inner: int) -> None:
     check(run(), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 32, 74])
+@pytest.mark.parametrize("rows", [1, 2, 32, 74])
 @pytest.mark.parametrize(("activation", "factor"), [("gelu", 1), ("swiglu", 2)])
 def test_an_mlp_with_fp8_weights(rows: int, activation: linear.Activation, factor: int) -> None:
     """Beyond 32 rows the activations are rounded to FP8 too, each row with its own scale."""
