@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, kernel_for, select_config
+from mingc.kernels.triton.pdl import enable_pdl
 from mingc.kernels.triton.weight_formats import (
     FP16_SCALE,
     activate,
@@ -277,35 +278,56 @@ def mingc_expert_gemv_up(
 
 
 @triton.jit
-def mingc_expert_gemv_down(
+def mingc_expert_gemv_down_pdl(
     hidden, ids, weights, down, down_scale, shared, shared_scale, out,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Second GEMV and weighted sum of one token: a program computes BLOCK_N columns over all experts."""
+    """Second GEMV and weighted sum of one token: a program computes BLOCK_N columns over all experts.
+
+    All weights are requested before the first is used, those of the shared expert before the wait.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for pair in tl.static_range(K + (1 if HAS_SHARED else 0)):
-        if pair < K:
-            expert = tl.load(ids + pair)
-            weight = tl.load(weights + pair)
-            ws = down + expert * (D * F)
-            scales = down_scale + expert * D
-        else:
-            weight = 1.0
-            ws = shared
-            scales = shared_scale
-        if FORMAT == 1:
-            scale = tl.load(scales + n) * weight
+    tile = n[:, None] * F + k[None, :]
+    pieces: tl.constexpr = F // BLOCK_K
+    shared_parts: tl.tuple = ()
+    if HAS_SHARED:
         for begin in tl.static_range(0, F, BLOCK_K):
-            a = tl.load(hidden + pair * F + begin + k).to(tl.float32)
-            w = tl.load(ws + n[:, None] * F + begin + k[None, :]).to(tl.float32)
+            part = tl.load(shared + tile + begin, eviction_policy="evict_first")
+            shared_parts = shared_parts + (part,)  # noqa: RUF005 - Triton unpacks nothing
+        if FORMAT == 1:
+            shared_factor = tl.load(shared_scale + n)
+    zero = enable_pdl(PDL)
+    parts: tl.tuple = ()
+    factors: tl.tuple = ()
+    for pair in tl.static_range(K):
+        expert = tl.load(ids + zero + pair)
+        factor = tl.load(weights + zero + pair)
+        for begin in tl.static_range(0, F, BLOCK_K):
+            part = tl.load(down + expert * (D * F) + tile + begin, eviction_policy="evict_first")
+            parts = parts + (part,)  # noqa: RUF005
+        if FORMAT == 1:
+            factor *= tl.load(down_scale + expert * D + n)
+        factors = factors + (factor,)  # noqa: RUF005
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for pair in tl.static_range(K):
+        for piece in tl.static_range(pieces):
+            a = tl.load(hidden + zero + pair * F + piece * BLOCK_K + k).to(tl.float32)
+            w = parts[pair * pieces + piece].to(tl.float32)
             if FORMAT == 1:
-                total += w * a[None, :] * scale[:, None]
+                total += w * a[None, :] * factors[pair][:, None]
             else:
-                total += w * (a * weight)[None, :]
-    tl.store(out + n, tl.sum(total, 1).to(out.dtype.element_ty))
+                total += w * (a * factors[pair])[None, :]
+    if HAS_SHARED:
+        for piece in tl.static_range(pieces):
+            a = tl.load(hidden + zero + K * F + piece * BLOCK_K + k).to(tl.float32)
+            w = shared_parts[piece].to(tl.float32)
+            if FORMAT == 1:
+                total += w * a[None, :] * shared_factor[:, None]
+            else:
+                total += w * a[None, :]
+    tl.store(out + zero + n, tl.sum(total, 1).to(out.dtype.element_ty))
 
 
 @torch.library.triton_op("mingc::moe_decode", mutates_args={})
@@ -356,9 +378,9 @@ def moe_decode(
             BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
         )  # fmt: skip
         gemm = config.down
-        torch.library.wrap_triton(mingc_expert_gemv_down)[(hidden_size // gemm.block_n,)](
+        torch.library.wrap_triton(mingc_expert_gemv_down_pdl)[(hidden_size // gemm.block_n,)](
             hidden, ids, weights, *down_weights, out, K=top_k, D=hidden_size, F=intermediate_size,
-            HAS_SHARED=has_shared, FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k,
+            HAS_SHARED=has_shared, FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, PDL=True,
             num_warps=gemm.num_warps,
         )  # fmt: skip
         return out
