@@ -197,7 +197,7 @@ _GEMV: Mapping[GemmShape, GemvConfig] = {
     (1280, 4096, 2): GemvConfig(block_n=4, block_k=4096, num_programs=320, num_warps=4),
     (4096, 1024, 2): GemvConfig(block_n=4, block_k=1024, num_programs=1024, num_warps=4),
     (5120, 4096, 1): GemvConfig(block_n=4, block_k=4096, num_programs=1280, num_warps=4),
-    (4096, 4096, 1): GemvConfig(block_n=2, block_k=4096, num_programs=2048, num_warps=4),
+    (4096, 4096, 1): GemvConfig(block_n=8, block_k=4096, num_programs=512, num_warps=4),
     (39296, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=528, num_warps=8),
     (157184, 4096, 1): GemvConfig(block_n=8, block_k=4096, num_programs=19648, num_warps=4),
     (640, 4096, 2): GemvConfig(block_n=2, block_k=4096, num_programs=320, num_warps=4),

@@ -94,7 +94,7 @@ def paged_prefill_attention(
 def paged_decode_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, lengths: Tensor, page_size: int
 ) -> Tensor:
-    """Attend with one new token per request to the request's tokens, itself included. GPUs run `decode_attention`.
+    """Attend with one new token per request to the request's tokens, itself included.
 
     Args:
         q: (B, Hq, d).
@@ -104,6 +104,11 @@ def paged_decode_attention(
 
     Returns: (B, Hq, d).
     """
+    if use_triton(q, q.shape[-1]):
+        from mingc.kernels.triton import paged_attention as gpu
+
+        attended: Tensor = gpu.paged_decode_attention(q, k_pages, v_pages, page_table, lengths, page_size)
+        return attended
     num_requests, num_heads, head_size = q.shape
     num_kv_heads = k_pages.shape[1]
     lengths = lengths.clamp_min(1).unsqueeze(1)

@@ -137,8 +137,8 @@ def test_state_bytes_do_not_depend_on_the_pool_size(model: Model) -> None:
 
 
 def test_decode_attention_grows_with_the_context() -> None:
-    shapes = {"qkv": (3, 8 + 2 * 2, 64), "k_pages": (1000, 2, 64)}
-    work = KERNELS["decode_attention"](shapes, {})
+    shapes = {"q": (3, 8, 64), "k_pages": (1000, 2, 64)}
+    work = KERNELS["paged_decode_attention"](shapes, {})
     assert work.flops.subs({CONTEXT: 99}) == 4 * 3 * 8 * 64 * 100
     assert work.state_elements.subs({CONTEXT: 99}) == 2 * 3 * 2 * 64 * 100
 

@@ -129,6 +129,12 @@ def slots() -> tuple[Tensor, Tensor]:
     return torch.randn(5, 100, KV_HEADS, SIZE), torch.randn(5, 100, KV_HEADS, SIZE)
 
 
+def attend_pages() -> object:
+    return paged_attention.paged_decode_attention(
+        torch.randn(BATCH, HEADS, SIZE), *pages(), tables(BATCH), torch.tensor([3, 40, 90]), PAGE
+    )
+
+
 def decode_from_qkv() -> object:
     return decode_attention.decode_attention(
         torch.randn(BATCH, PACKED, SIZE), torch.ones(SIZE), torch.ones(SIZE), *angles(BATCH, SIZE // 4),
@@ -283,6 +289,7 @@ def sample() -> Tensor:
 
 # FLOPs of one call at a context of 9 tokens, counted from the definition of the operation.
 CALLS: dict[str, tuple[str, Callable[[], object], int]] = {
+    "paged decode": ("paged_decode_attention", attend_pages, 4 * BATCH * HEADS * SIZE * 10),
     "decode": ("decode_attention", decode_from_qkv, 4 * BATCH * HEADS * SIZE * 10),
     "paged prefill": (
         "paged_prefill_attention", prefill_pages,

@@ -20,7 +20,7 @@ from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.moe_gemv import RouterWeights, has_moe_gemv, moe_gemv
 from mingc.kernels.mrope import apply_rope, mrope_cos_sin
 from mingc.kernels.norm_rope_write import norm_rope_write
-from mingc.kernels.paged_attention import paged_prefill_attention
+from mingc.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from mingc.kernels.quantized import quantize_fp8, quantize_int4
 from mingc.kernels.rms_norm import rms_norm
 from mingc.kernels.rotate_packed import rotate_packed
@@ -105,7 +105,7 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Case]:
         for kind in ("plain", "plain alone", "fp8") if fits else ("plain",):
             add("moe_gemv", fits, _moe_gemv, hidden, experts, groups, kind)
     for heads, kv_heads, size in ((4, 2, 32), (6, 2, 64), (4, 2, 48), (3, 1, 24), (2, 1, 256)):
-        for operation in (_paged_prefill, _norm_rope_write):
+        for operation in (_paged_decode, _paged_prefill, _norm_rope_write):
             add(operation.__name__[1:], size in (32, 64), operation, heads, kv_heads, size)
         for lengths in ((5, 20), (128, 129), (1, 300)):
             add("decode_attention", size in (32, 64), _decode_attention, heads, kv_heads, size, *lengths)
@@ -206,6 +206,11 @@ def _paged(make: _Inputs, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Ten
     """Key and value pools of five pages, and the pages of two requests."""
     pools = [make.normal(5 * _PAGE, kv_heads, size) for _ in range(2)]
     return pools[0], pools[1], make.ints(1, 3, 2, 4, dtype=torch.int32).view(2, 2)
+
+
+def _paged_decode(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequence[Tensor]:
+    k, v, table = _paged(make, kv_heads, size)
+    return [paged_decode_attention(make.normal(2, heads, size), k, v, table, make.ints(5, 20), _PAGE)]
 
 
 def _paged_prefill(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequence[Tensor]:

@@ -117,15 +117,12 @@ def experts() -> None:
 
 
 def attention() -> None:
-    decode, paged = module("decode_attention"), module("paged_attention")
+    paged = module("paged_attention")
     for heads, kv_heads in HEADS:
         pool = empty(160, kv_heads, 128), empty(160, kv_heads, 128)
         for pages in (4, 64, 512, 4096):
             table = empty(3, pages, dtype=torch.int32)
-            decode.decode_attention(
-                empty(3, heads + 2 * kv_heads, 128), empty(128), empty(128), floats(3, 32), floats(3, 32),
-                *pool, table, ints(3), 1e-6, 16,
-            )  # fmt: skip
+            paged.paged_decode_attention(empty(3, heads, 128), *pool, table, ints(3), 16)
         for tokens in (64, 1000, 1024, 1025, 4096, 8192):
             table = empty(1, 256, dtype=torch.int32)
             paged.paged_prefill_attention(

@@ -83,6 +83,12 @@ def _varlen_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     return KernelCost(flops=4 * rows * queries * heads * size * keys * share)
 
 
+def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
+    """q (B, Hq, d), k_pages (KV, Hk, d): each query attends to the context and itself."""
+    (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
+    return _one_token_each(batch, heads * size, kv_heads * size)
+
+
 def _paged_prefill_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """q (T, Hq, d), k_pages (KV, Hk, d): query t attends to the context and t + 1 new tokens."""
     (tokens, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
@@ -192,6 +198,7 @@ KERNELS: Mapping[str, Rule] = {
     "norm_rotate_packed": _elementwise,
     "norm_rope_write": _norm_rope_write,
     "normed_linear": _linear,
+    "paged_decode_attention": _paged_decode_attention,
     "paged_prefill_attention": _paged_prefill_attention,
     "sliding_window_attention": _sliding_window_attention,
     "quantize_rows": _elementwise,

@@ -96,8 +96,7 @@ def default_config(problem: MoeProblem) -> MoeConfig:
             up=_batch_up(size, hidden // per_item, problem.weight_format),
             down=_batch_down(size // per_item, hidden, problem.weight_format),
         )
-    first = _moe_gemv_up if problem.kernel == "moe_gemv" else _expert_gemv_up
-    return MoeConfig(up=first(size, hidden), down=_expert_gemv_down(size, hidden, problem))
+    return MoeConfig(up=_expert_gemv_up(size, hidden), down=_expert_gemv_down(size, hidden, problem))
 
 
 def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
@@ -141,11 +140,8 @@ def _block_m(problem: MoeProblem) -> int:
 
 
 def _expert_gemv_up(n: int, k: int) -> KernelConfig:
-    return KernelConfig(block_n=_divisor(n, 2 if n > 512 else 4), block_k=_divisor(k, 2048))
-
-
-def _moe_gemv_up(n: int, k: int) -> KernelConfig:
-    return KernelConfig(block_n=_divisor(n, 4), block_k=_divisor(k, 4096), num_warps=4 if n > 512 else 8)
+    block_n, num_warps = (2, 4) if n > 512 else (4, 8)
+    return KernelConfig(block_n=_divisor(n, block_n), block_k=_divisor(k, 4096), num_warps=num_warps)
 
 
 def _expert_gemv_down(k: int, n: int, problem: MoeProblem) -> KernelConfig:

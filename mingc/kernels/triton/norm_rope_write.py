@@ -7,16 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.triton.pdl import enable_pdl
+
 _FEW_TOKENS = 32
 
 
 @triton.jit
-def mingc_norm_rope_write(
-    qkv, q_norm, k_norm, cos, sin, rows, k_pages, v_pages, q_out,
+def mingc_norm_rope_write_pdl(
+    qkv, q_norm, k_norm, cos, sin, rows, page_table, k_pages, v_pages, q_out, table_width,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    zero = enable_pdl(PDL)
+    token = tl.program_id(0).to(tl.int64) + zero
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dim = tl.arange(0, SIZE)[None, :]
     is_query = head < NUM_HEADS
@@ -42,7 +45,12 @@ def mingc_norm_rope_write(
     s = tl.load(sin + token * HALF + f, mask=is_turned, other=0.0)
     s = tl.where(dim < HALF, -s, s)
     y = (normed * c + turned * s).to(dtype)
-    row = tl.load(rows + token)
+    if PAGE > 0:
+        # `rows` holds request lengths; the token is the request's last one.
+        last = tl.maximum(tl.load(rows + token), 1) - 1
+        row = tl.load(page_table + token * table_width + last // PAGE).to(tl.int64) * PAGE + last % PAGE
+    else:
+        row = tl.load(rows + token)
     tl.store(q_out + (token * NUM_HEADS + head) * SIZE + dim, y, mask=is_query)
     tl.store(k_pages + (row * KV_HEADS + head - NUM_HEADS) * SIZE + dim, y, mask=is_key)
     tl.store(v_pages + (row * KV_HEADS + head - NUM_HEADS - KV_HEADS) * SIZE + dim, x, mask=is_value)
@@ -61,15 +69,34 @@ def norm_rope_write(
     eps: float,
 ) -> Tensor:
     """See `mingc.kernels.norm_rope_write`."""
+    return launch(qkv, q_norm, k_norm, cos, sin, rows, k_pages, v_pages, eps)
+
+
+def launch(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    eps: float,
+    *,
+    page_table: Tensor | None = None,
+    page_size: int = 0,
+) -> Tensor:
+    """Launch the kernel within another operation; with `page_table` (T, P), `rows` are request lengths."""
     tokens, all_heads, size = qkv.shape
     kv_heads = k_pages.shape[1]
     heads = all_heads - 2 * kv_heads
     q = torch.empty(tokens, heads, size, dtype=qkv.dtype, device=qkv.device)
+    table = rows if page_table is None else page_table
     # With few tokens a program takes two heads, to fill the GPU.
     per_program, warps = (2, 1) if tokens <= _FEW_TOKENS else (8, 2)
-    torch.library.wrap_triton(mingc_norm_rope_write)[(tokens, triton.cdiv(all_heads, per_program))](
-        qkv, q_norm, k_norm, cos, sin, rows, k_pages, v_pages, q,
+    torch.library.wrap_triton(mingc_norm_rope_write_pdl)[(tokens, triton.cdiv(all_heads, per_program))](
+        qkv, q_norm, k_norm, cos, sin, rows, table, k_pages, v_pages, q, table.shape[-1],
         NUM_HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=cos.shape[1], EPS=eps, HEADS=per_program,
-        num_warps=warps,
+        PAGE=page_size, PDL=True, num_warps=warps,
     )  # fmt: skip
     return q
