@@ -183,7 +183,7 @@ class Networks:
                 if variant == "plain"
                 else AotiEngine(self.folder / job.file, device)
             )
-            engine.bind(weights)
+            engine.bind(part.state_dict())
             graphs[plan.spec.name] = Graph(shared.spec, {None: engine}, part.state_dict())
         return LoadedStage(name, graphs, weights)
 

@@ -1,4 +1,4 @@
-"""The mixture-of-experts half of a layer for one token: residual sum, norm, router and experts in three kernels.
+"""The mixture-of-experts half of a layer for one token: residual sum, norm, router and experts in four kernels.
 
 Runs only on GPUs with Triton kernels; elsewhere `mingc.export.layers.moe` composes it from other operations.
 """

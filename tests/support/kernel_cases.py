@@ -102,10 +102,13 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Case]:
     ):
         fits = (hidden, experts, groups) == (128, 16, 4)
         add("router", fits, _route, 5, hidden, experts, groups)
-        add("moe_gemv", fits, _moe_gemv, hidden, experts, groups)
+        for kind in ("plain", "plain alone", "fp8") if fits else ("plain",):
+            add("moe_gemv", fits, _moe_gemv, hidden, experts, groups, kind)
     for heads, kv_heads, size in ((4, 2, 32), (6, 2, 64), (4, 2, 48), (3, 1, 24), (2, 1, 256)):
-        for operation in (_paged_decode, _paged_prefill, _norm_rope_write, _decode_attention):
+        for operation in (_paged_decode, _paged_prefill, _norm_rope_write):
             add(operation.__name__[1:], size in (32, 64), operation, heads, kv_heads, size)
+        for lengths in ((5, 20), (128, 129), (1, 300)):
+            add("decode_attention", size in (32, 64), _decode_attention, heads, kv_heads, size, *lengths)
         for operation in (_slots_decode, _slots_prefill):
             add(operation.__name__[1:], size in (32, 64), operation, heads, kv_heads, size)
     for frames, size, rows in ((5, 32, 40), (5, 40, 40), (70, 32, 100), (5, 32, 300), (5, 256, 40)):
@@ -170,13 +173,19 @@ def _route(make: _Inputs, tokens: int, hidden: int, experts: int, groups: int) -
     return ids.float(), weights
 
 
-def _moe_gemv(make: _Inputs, hidden: int, experts: int, groups: int) -> Sequence[Tensor]:
-    weights, x = _experts(make, "plain", hidden, 128, experts), make.normal(1, hidden)
+def _moe_gemv(make: _Inputs, hidden: int, experts: int, groups: int, kind: str) -> Sequence[Tensor]:
+    """With a shared expert, unless `kind` ends in "alone"."""
+    weights, x = _experts(make, kind.split()[0], hidden, 128, experts), make.normal(1, hidden)
+    shared = (
+        None
+        if kind.endswith("alone")
+        else ExpertWeights(*(None if each is None else each[0] for each in weights))
+    )
     bias = make.normal(1, experts, dtype=torch.float32)
     router = RouterWeights(make.weight(1, experts, hidden), bias, groups, groups // 2, 3, 2.5)
     delta, norm = make.normal(1, hidden), 1 + make.weight(hidden)
-    if has_moe_gemv(x, router, weights, None):
-        return moe_gemv(x, delta, norm, 1e-6, router, weights, None)
+    if has_moe_gemv(x, router, weights, shared):
+        return moe_gemv(x, delta, norm, 1e-6, router, weights, shared)
     with plain_torch():  # what is tested is the choice above
         stream = x + delta
         normed = rms_norm(stream, norm, 1e-6)
@@ -190,7 +199,7 @@ def _moe_gemv(make: _Inputs, hidden: int, experts: int, groups: int) -> Sequence
             top_k=3,
             scale=2.5,
         )
-        return stream, moe_experts(normed, ids, chosen, *weights), ids, chosen
+        return stream, moe_experts(normed, ids, chosen, *weights, shared=shared), ids, chosen
 
 
 def _paged(make: _Inputs, kv_heads: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,11 +226,15 @@ def _norm_rope_write(make: _Inputs, heads: int, kv_heads: int, size: int) -> Seq
     return norm_rope_write(qkv, *norms, *turns, make.ints(7, 33, 70), k, v, 1e-6), k, v
 
 
-def _decode_attention(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequence[Tensor]:
-    k, v, table = _paged(make, kv_heads, size)
+def _decode_attention(make: _Inputs, heads: int, kv_heads: int, size: int, *lengths: int) -> Sequence[Tensor]:
+    """Tables that hold the longer request; whatever is behind a request's tokens must not matter."""
+    width = -(-max(lengths) // _PAGE)
+    pages = 1 + torch.arange(len(lengths) * width, dtype=torch.int32).view(width, -1).T
+    k, v = (make.normal((1 + pages.numel()) * _PAGE, kv_heads, size) for _ in range(2))
     qkv, norms = make.normal(2, heads + 2 * kv_heads, size), [1 + make.weight(size) for _ in range(2)]
+    table = pages.contiguous().to(k.device)
     turns = make.turns(2, size // 4)
-    return decode_attention(qkv, *norms, *turns, k, v, table, make.ints(5, 20), 1e-6, _PAGE), k, v
+    return decode_attention(qkv, *norms, *turns, k, v, table, make.ints(*lengths), 1e-6, _PAGE), k, v
 
 
 def _slots_decode(make: _Inputs, heads: int, kv_heads: int, size: int) -> Sequence[Tensor]:

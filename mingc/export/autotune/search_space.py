@@ -21,24 +21,18 @@ from mingc.kernels.triton.moe_config import (
     grouped_config,
 )
 
-_MOE_GEMV_UPS = (
+_GEMV_UPS = (
     KernelConfig(block_n=4, block_k=4096, num_warps=4),
     KernelConfig(block_n=4, block_k=4096, num_warps=8),
     KernelConfig(block_n=2, block_k=4096, num_warps=4),
     KernelConfig(block_n=4, block_k=2048, num_warps=4),
     KernelConfig(block_n=2, block_k=2048, num_warps=4),
 )
-_EXPERT_GEMV_UPS = (
-    KernelConfig(block_n=2, block_k=2048, num_warps=4),
-    KernelConfig(block_n=4, block_k=2048, num_warps=4),
-    KernelConfig(block_n=2, block_k=2048, num_warps=8),
+_GEMV_DOWNS = (
+    KernelConfig(block_n=2, block_k=1024, num_warps=4),
     KernelConfig(block_n=4, block_k=1024, num_warps=4),
-)
-_EXPERT_GEMV_DOWNS = (
-    KernelConfig(block_n=4, block_k=512, num_warps=4),
+    KernelConfig(block_n=8, block_k=1024, num_warps=8),
     KernelConfig(block_n=8, block_k=512, num_warps=4),
-    KernelConfig(block_n=16, block_k=512, num_warps=4),
-    KernelConfig(block_n=8, block_k=512, num_warps=8),
 )
 # By weight format. block_k of INT4 counts bytes.
 _BATCH_UPS = {
@@ -119,10 +113,8 @@ def _gemm_configs(
 ) -> tuple[tuple[KernelConfig, ...], tuple[KernelConfig, ...]]:
     """Configurations for the first GEMM and for the second."""
     match problem.kernel:
-        case "moe_gemv":
-            return _MOE_GEMV_UPS, _EXPERT_GEMV_DOWNS
-        case "expert_gemv":
-            return _EXPERT_GEMV_UPS, _EXPERT_GEMV_DOWNS
+        case "moe_gemv" | "expert_gemv":
+            return _GEMV_UPS, _GEMV_DOWNS
         case "batch":
             return _BATCH_UPS[problem.weight_format], _BATCH_DOWNS[problem.weight_format]
         case "grouped":

@@ -16,6 +16,7 @@ from typing import Literal
 from mingc.artifacts.target import KernelConfig
 
 BF16, FP8, INT4 = 0, 1, 2  # weight formats, as the kernels' FORMAT argument
+_GEMV_DOWN_BYTES = 9 * 4096  # of weights in a program's registers
 MAX_DECODE_TOKENS = 64  # of the kernels that do not sort tokens by expert
 
 Kernel = Literal["moe_gemv", "expert_gemv", "batch", "grouped"]
@@ -95,8 +96,7 @@ def default_config(problem: MoeProblem) -> MoeConfig:
             up=_batch_up(size, hidden // per_item, problem.weight_format),
             down=_batch_down(size // per_item, hidden, problem.weight_format),
         )
-    first = _moe_gemv_up if problem.kernel == "moe_gemv" else _expert_gemv_up
-    return MoeConfig(up=first(size, hidden), down=_expert_gemv_down(size, hidden))
+    return MoeConfig(up=_expert_gemv_up(size, hidden), down=_expert_gemv_down(size, hidden, problem))
 
 
 def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
@@ -140,15 +140,15 @@ def _block_m(problem: MoeProblem) -> int:
 
 
 def _expert_gemv_up(n: int, k: int) -> KernelConfig:
-    return KernelConfig(block_n=_divisor(n, 2 if n > 512 else 4), block_k=_divisor(k, 2048))
+    block_n, num_warps = (2, 4) if n > 512 else (4, 8)
+    return KernelConfig(block_n=_divisor(n, block_n), block_k=_divisor(k, 4096), num_warps=num_warps)
 
 
-def _moe_gemv_up(n: int, k: int) -> KernelConfig:
-    return KernelConfig(block_n=_divisor(n, 4), block_k=_divisor(k, 4096), num_warps=4 if n > 512 else 8)
-
-
-def _expert_gemv_down(k: int, n: int) -> KernelConfig:
-    return KernelConfig(block_n=_divisor(n, 16 if k > 512 else 8), block_k=_divisor(k, 512))
+def _expert_gemv_down(k: int, n: int, problem: MoeProblem) -> KernelConfig:
+    """A program's weights of all experts are in registers at once."""
+    row_bytes = (problem.top_k + 1) * k * (2 if problem.weight_format == BF16 else 1)
+    block_n = max(1, min(8, _GEMV_DOWN_BYTES // row_bytes))
+    return KernelConfig(block_n=_divisor(n, 1 << (block_n.bit_length() - 1)), block_k=_divisor(k, 1024))
 
 
 def _batch_up(n: int, k: int, weight_format: int) -> KernelConfig:

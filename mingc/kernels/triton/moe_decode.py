@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, kernel_for, select_config
+from mingc.kernels.triton.pdl import enable_pdl
 from mingc.kernels.triton.weight_formats import (
     FP16_SCALE,
     activate,
@@ -28,6 +29,7 @@ from mingc.kernels.triton.weight_formats import (
 
 _ROWS = 16  # tokens of one GEMM: the least that tensor cores take
 _SUM_COLUMNS = 512
+_LOAD_BYTES = tl.constexpr(16)  # that a thread loads at once
 
 
 @triton.jit
@@ -246,66 +248,103 @@ def mingc_moe_sum(
 
 
 @triton.jit
-def mingc_expert_gemv_up(
-    x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden,
-    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`mingc_moe_up` of one token; pair K is the shared expert's."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def _gate_up(gates, gate_weights, up_weights, x, D: tl.constexpr, F: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Gate and up values of some rows, whose first BLOCK_K weights are loaded."""
     k = tl.arange(0, BLOCK_K)
-    pair = tl.program_id(1)
-    is_shared = pair == K
-    expert = tl.load(ids + pair, mask=pair < K, other=0)
-    item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
-    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
-    gates = gate_up + start + n[:, None] * D + k[None, :]
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for begin in tl.static_range(0, D, BLOCK_K):
+    a = tl.load(x + k).to(tl.float32)[None, :]
+    gate = gate_weights.to(tl.float32) * a
+    up = up_weights.to(tl.float32) * a
+    for begin in tl.static_range(BLOCK_K, D, BLOCK_K):
         a = tl.load(x + begin + k).to(tl.float32)[None, :]
         gate += tl.load(gates + begin).to(tl.float32) * a
         up += tl.load(gates + F * D + begin).to(tl.float32) * a
-    gate = tl.sum(gate, 1)
-    up = tl.sum(up, 1)
-    if FORMAT == 1:
-        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
-        gate *= tl.load(scales)
-        up *= tl.load(scales + F)
-    activated = activate(gate, up, x.dtype.element_ty)
-    tl.store(hidden + pair * F + n, activated.to(hidden.dtype.element_ty))
+    return tl.sum(gate, 1), tl.sum(up, 1)
 
 
 @triton.jit
-def mingc_expert_gemv_down(
-    hidden, ids, weights, down, down_scale, shared, shared_scale, out,
+def mingc_expert_gemv_up_pdl(
+    x, ids, gate_up, gate_up_scale, shared, shared_scale, hidden,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Second GEMV and weighted sum of one token: a program computes BLOCK_N columns over all experts."""
+    """`mingc_moe_up` of one token; row K of `hidden` is the shared expert's.
+
+    The shared expert's programs come first: they load weights before the wait.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for pair in tl.static_range(K + (1 if HAS_SHARED else 0)):
-        if pair < K:
-            expert = tl.load(ids + pair)
-            weight = tl.load(weights + pair)
-            ws = down + expert * (D * F)
-            scales = down_scale + expert * D
-        else:
-            weight = 1.0
-            ws = shared
-            scales = shared_scale
-        if FORMAT == 1:
-            scale = tl.load(scales + n) * weight
+    pair = tl.program_id(1) - (1 if HAS_SHARED else 0)
+    tile = n[:, None] * D + k[None, :]
+    expert = tl.zeros([], tl.int64)
+    if pair < 0:
+        gates = shared + tile
+        gate_weights = tl.load(gates)
+        up_weights = tl.load(gates + F * D)
+        zero = enable_pdl(PDL)
+        gate, up = _gate_up(gates, gate_weights, up_weights, x + zero, D, F, BLOCK_K)
+    else:
+        zero = enable_pdl(PDL)
+        expert = tl.load(ids + zero + pair)
+        routed = gate_up + expert * (2 * F * D) + tile
+        gate, up = _gate_up(routed, tl.load(routed), tl.load(routed + F * D), x + zero, D, F, BLOCK_K)
+    if FORMAT == 1:
+        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, pair < 0, expert * (2 * F), 4) + n
+        gate *= tl.load(scales)
+        up *= tl.load(scales + F)
+    activated = activate(gate, up, x.dtype.element_ty)
+    row = tl.where(pair < 0, K, pair)
+    tl.store(hidden + zero + row * F + n, activated.to(hidden.dtype.element_ty))
+
+
+@triton.jit
+def mingc_expert_gemv_down_pdl(
+    hidden, ids, weights, down, down_scale, shared, shared_scale, out,
+    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, HAS_SHARED: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Second GEMV and weighted sum of one token: a program computes BLOCK_N columns over all experts.
+
+    All weights are requested before the first is used, those of the shared expert before the wait.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    tile = n[:, None] * F + k[None, :]
+    pieces: tl.constexpr = F // BLOCK_K
+    shared_parts: tl.tuple = ()
+    if HAS_SHARED:
         for begin in tl.static_range(0, F, BLOCK_K):
-            a = tl.load(hidden + pair * F + begin + k).to(tl.float32)
-            w = tl.load(ws + n[:, None] * F + begin + k[None, :]).to(tl.float32)
-            if FORMAT == 1:
-                total += w * a[None, :] * scale[:, None]
-            else:
-                total += w * (a * weight)[None, :]
-    tl.store(out + n, tl.sum(total, 1).to(out.dtype.element_ty))
+            part = tl.load(shared + tile + begin, eviction_policy="evict_first")
+            shared_parts = shared_parts + (part,)  # noqa: RUF005 - Triton unpacks nothing
+        shared_factor = tl.full([BLOCK_N], 1.0, tl.float32)
+        if FORMAT == 1:
+            shared_factor = tl.load(shared_scale + n)
+    zero = enable_pdl(PDL)
+    parts: tl.tuple = ()
+    factors: tl.tuple = ()
+    for pair in tl.static_range(K):
+        expert = tl.load(ids + zero + pair)
+        factor = tl.load(weights + zero + pair) + tl.zeros([BLOCK_N], tl.float32)
+        for begin in tl.static_range(0, F, BLOCK_K):
+            part = tl.load(down + expert * (D * F) + tile + begin, eviction_policy="evict_first")
+            parts = parts + (part,)  # noqa: RUF005
+        if FORMAT == 1:
+            factor *= tl.load(down_scale + expert * D + n)
+        factors = factors + (factor,)  # noqa: RUF005
+    if HAS_SHARED:
+        parts = parts + shared_parts
+        factors = factors + (shared_factor,)  # noqa: RUF005
+    count: tl.constexpr = (K + 1 if HAS_SHARED else K) * pieces
+    rows: tl.tuple = ()
+    for each in tl.static_range(count):
+        rows = rows + (tl.load(hidden + zero + each * BLOCK_K + k),)  # noqa: RUF005
+    # Values that one thread holds are summed before they are scaled.
+    adjacent: tl.constexpr = _LOAD_BYTES * 8 // down.dtype.element_ty.primitive_bitwidth
+    total = tl.zeros([BLOCK_N, BLOCK_K // adjacent], tl.float32)
+    for each in tl.static_range(count):
+        products = parts[each].to(tl.float32) * rows[each].to(tl.float32)[None, :]
+        sums = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // adjacent, adjacent]), 2)
+        total += sums * factors[each // pieces][:, None]
+    tl.store(out + zero + n, tl.sum(total, 1).to(out.dtype.element_ty))
 
 
 @torch.library.triton_op("mingc::moe_decode", mutates_args={})
@@ -351,14 +390,14 @@ def moe_decode(
     if kernel == "expert_gemv":
         hidden = torch.empty(num_pairs, intermediate_size, dtype=x.dtype, device=x.device)
         gemm = config.up
-        torch.library.wrap_triton(mingc_expert_gemv_up)[(intermediate_size // gemm.block_n, num_pairs)](
-            x, ids, *up_weights, hidden, K=top_k, D=hidden_size, F=intermediate_size, FORMAT=weight_format,
-            BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
+        torch.library.wrap_triton(mingc_expert_gemv_up_pdl)[(intermediate_size // gemm.block_n, num_pairs)](
+            x, ids, *up_weights, hidden, K=top_k, D=hidden_size, F=intermediate_size, HAS_SHARED=has_shared,
+            FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, PDL=True, num_warps=gemm.num_warps,
         )  # fmt: skip
         gemm = config.down
-        torch.library.wrap_triton(mingc_expert_gemv_down)[(hidden_size // gemm.block_n,)](
+        torch.library.wrap_triton(mingc_expert_gemv_down_pdl)[(hidden_size // gemm.block_n,)](
             hidden, ids, weights, *down_weights, out, K=top_k, D=hidden_size, F=intermediate_size,
-            HAS_SHARED=has_shared, FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k,
+            HAS_SHARED=has_shared, FORMAT=weight_format, BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, PDL=True,
             num_warps=gemm.num_warps,
         )  # fmt: skip
         return out

@@ -1,95 +1,21 @@
-"""Triton kernels of `mingc.kernels.moe_gemv`: the mixture-of-experts half of a layer for one token, in three kernels.
+"""`mingc.kernels.moe_gemv` in Triton: the kernels of router and experts as one operation of four kernels.
 
-The first computes residual sum, norm and router logits. Top-k is so little work that every program of the experts'
-first GEMV repeats it up to its own expert, instead of a separate kernel. The second GEMV is in `moe_decode`.
+The first computes residual sum, norm and router logits, the second selects the experts.
 """
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.gemv import mingc_gemv
+from mingc.kernels.triton.gemv import mingc_gemv_pdl
 from mingc.kernels.triton.moe_config import MoeProblem, select_config
-from mingc.kernels.triton.moe_decode import mingc_expert_gemv_down
-from mingc.kernels.triton.weight_formats import activate, shift_to, weight_format_of
+from mingc.kernels.triton.moe_decode import mingc_expert_gemv_down_pdl, mingc_expert_gemv_up_pdl
+from mingc.kernels.triton.router import mingc_router_topk_pdl
+from mingc.kernels.triton.weight_formats import weight_format_of
 
 _ROUTER_BLOCK_N = 2  # experts of a program: there are few
-
-
-@triton.jit
-def _eligible(biased, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Biased scores (E,), -inf outside the best groups; a group's score is the sum of its two best."""
-    if KEPT < GROUPS:
-        grouped = tl.reshape(biased, [GROUPS, E // GROUPS])
-        best = tl.max(grouped, 1)
-        is_best = grouped == best[:, None]
-        second = tl.max(tl.where(is_best, float("-inf"), grouped), 1)
-        second = tl.where(tl.sum(is_best.to(tl.int32), 1) > 1, best, second)
-        rank = best + second
-        g = tl.arange(0, GROUPS)
-        is_ahead = (rank[None, :] > rank[:, None]) | (
-            (rank[None, :] == rank[:, None]) & (g[None, :] < g[:, None])
-        )
-        is_kept = tl.sum(is_ahead.to(tl.int32), 1) < KEPT
-        biased = tl.reshape(tl.where(is_kept[:, None], grouped, float("-inf")), [E])
-    return biased
-
-
-@triton.jit
-def mingc_moe_gemv_up(
-    x, logits, bias, ids, weights, gate_up, gate_up_scale, shared, shared_scale, hidden, scale,
-    E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    D: tl.constexpr, F: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Top-k routing, then `mingc_expert_gemv_up` of the selected experts; pair K is the shared expert's.
-
-    Ties go to the lower index. One program stores the routing: ids (K,) int64 and weights (K,) float32.
-    """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    pair = tl.program_id(1)
-    is_shared = pair == K
-    expert = tl.zeros([], tl.int64)
-    e = tl.arange(0, E)
-    biases = tl.load(bias + e)
-    if pair < K:
-        scores = tl.sigmoid(tl.load(logits + e))
-        biased = _eligible(scores + biases, E, GROUPS, KEPT)
-        # Score as an order-preserving integer in the high bits, index in the low bits: one maximum finds both.
-        bits = biased.to(tl.int32, bitcast=True)
-        keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 4294967296 + (E - 1 - e).to(tl.int64)
-        place = tl.arange(0, K_PADDED)
-        selected = tl.zeros([K_PADDED], tl.float32)
-        selected_ids = tl.zeros([K_PADDED], tl.int64)
-        for each in range(0, pair + 1):
-            expert = E - 1 - (tl.max(keys, 0) & 0xFFFFFFFF)
-            is_it = e == expert
-            selected = tl.where(place == each, tl.sum(tl.where(is_it, scores, 0.0), 0), selected)
-            selected_ids = tl.where(place == each, expert, selected_ids)
-            keys = tl.where(is_it, -9223372036854775807, keys)
-        if (pair == K - 1) & (tl.program_id(0) == 0):
-            tl.store(ids + place, selected_ids, mask=place < K)
-            tl.store(weights + place, selected * (scale / (tl.sum(selected, 0) + 1e-20)), mask=place < K)
-    item: tl.constexpr = gate_up.dtype.element_ty.primitive_bitwidth // 8
-    start = shift_to(gate_up, shared, is_shared, expert * (2 * F * D), item)
-    gates = gate_up + start + n[:, None] * D + k[None, :]
-    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for begin in tl.static_range(0, D, BLOCK_K):
-        a = tl.load(x + begin + k).to(tl.float32)[None, :]
-        gate += tl.load(gates + begin).to(tl.float32) * a
-        up += tl.load(gates + F * D + begin).to(tl.float32) * a
-    gate = tl.sum(gate, 1)
-    up = tl.sum(up, 1)
-    if FORMAT == 1:
-        scales = gate_up_scale + shift_to(gate_up_scale, shared_scale, is_shared, expert * (2 * F), 4) + n
-        gate *= tl.load(scales)
-        up *= tl.load(scales + F)
-    activated = activate(gate, up, x.dtype.element_ty)
-    tl.store(hidden + pair * F + n, activated.to(hidden.dtype.element_ty))
 
 
 @torch.library.triton_op("mingc::moe_gemv", mutates_args={})
@@ -122,10 +48,11 @@ def moe_gemv(
     stream, normed, out = (torch.empty_like(residual) for _ in range(3))
     logits = torch.empty(experts, dtype=torch.float32, device=device)
     programs = experts // _ROUTER_BLOCK_N
-    torch.library.wrap_triton(mingc_gemv)[(programs,)](
+    torch.library.wrap_triton(mingc_gemv_pdl)[(programs,)](
         residual, delta, norm, gate, residual, stream, normed, logits,
         EPS=eps, N=experts, K=hidden_size, HAS_NORM=True, HAS_SCALE=False, KEEPS_NORMED=True,
-        BLOCK_N=_ROUTER_BLOCK_N, BLOCK_K=hidden_size, PROGRAMS=programs, num_warps=4,
+        BLOCK_N=_ROUTER_BLOCK_N, BLOCK_K=hidden_size, PROGRAMS=programs, PDL=True,
+        num_warps=4,
     )  # fmt: skip
     ids = torch.empty(1, top_k, dtype=torch.int64, device=device)
     weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
@@ -136,20 +63,24 @@ def moe_gemv(
             top_k=top_k, weight_format=weight_format,
         )
     )  # fmt: skip
+    torch.library.wrap_triton(mingc_router_topk_pdl)[(1,)](
+        logits, bias, bias, ids, weights, 1, scale,
+        E=experts, GATES=1, GROUPS=num_groups, KEPT=num_kept_groups, K=top_k, K_PADDED=triton.next_power_of_2(top_k),
+        SPLITS=1, ROWS=1, PDL=True, num_warps=1,
+    )  # fmt: skip
     gemm = config.up
-    torch.library.wrap_triton(mingc_moe_gemv_up)[(intermediate_size // gemm.block_n, num_pairs)](
-        normed, logits, bias, ids, weights, gate_up, residual if gate_up_scale is None else gate_up_scale,
+    torch.library.wrap_triton(mingc_expert_gemv_up_pdl)[(intermediate_size // gemm.block_n, num_pairs)](
+        normed, ids, gate_up, residual if gate_up_scale is None else gate_up_scale,
         gate_up if shared_gate_up is None else shared_gate_up,
-        residual if shared_gate_up_scale is None else shared_gate_up_scale, hidden, scale,
-        E=experts, GROUPS=num_groups, KEPT=num_kept_groups, K=top_k,
-        K_PADDED=triton.next_power_of_2(top_k), D=hidden_size, F=intermediate_size, FORMAT=weight_format,
-        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
+        residual if shared_gate_up_scale is None else shared_gate_up_scale, hidden,
+        K=top_k, D=hidden_size, F=intermediate_size, HAS_SHARED=has_shared, FORMAT=weight_format,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, PDL=True, num_warps=gemm.num_warps,
     )  # fmt: skip
     gemm = config.down
-    torch.library.wrap_triton(mingc_expert_gemv_down)[(hidden_size // gemm.block_n,)](
+    torch.library.wrap_triton(mingc_expert_gemv_down_pdl)[(hidden_size // gemm.block_n,)](
         hidden, ids, weights, down, residual if down_scale is None else down_scale,
         down if shared_down is None else shared_down, residual if shared_down_scale is None else shared_down_scale,
         out, K=top_k, D=hidden_size, F=intermediate_size, HAS_SHARED=has_shared, FORMAT=weight_format,
-        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, num_warps=gemm.num_warps,
+        BLOCK_N=gemm.block_n, BLOCK_K=gemm.block_k, PDL=True, num_warps=gemm.num_warps,
     )  # fmt: skip
     return stream, out, ids, weights

@@ -7,16 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.triton.pdl import enable_pdl
+
 _FEW_TOKENS = 32
 
 
 @triton.jit
-def mingc_norm_rope_write(
+def mingc_norm_rope_write_pdl(
     qkv, q_norm, k_norm, cos, sin, rows, page_table, k_pages, v_pages, q_out, table_width,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    zero = enable_pdl(PDL)
+    token = tl.program_id(0).to(tl.int64) + zero
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     dim = tl.arange(0, SIZE)[None, :]
     is_query = head < NUM_HEADS
@@ -91,9 +94,9 @@ def launch(
     table = rows if page_table is None else page_table
     # With few tokens a program takes two heads, to fill the GPU.
     per_program, warps = (2, 1) if tokens <= _FEW_TOKENS else (8, 2)
-    torch.library.wrap_triton(mingc_norm_rope_write)[(tokens, triton.cdiv(all_heads, per_program))](
+    torch.library.wrap_triton(mingc_norm_rope_write_pdl)[(tokens, triton.cdiv(all_heads, per_program))](
         qkv, q_norm, k_norm, cos, sin, rows, table, k_pages, v_pages, q, table.shape[-1],
         NUM_HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=cos.shape[1], EPS=eps, HEADS=per_program,
-        PAGE=page_size, num_warps=warps,
+        PAGE=page_size, PDL=True, num_warps=warps,
     )  # fmt: skip
     return q

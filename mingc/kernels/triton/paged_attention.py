@@ -2,7 +2,8 @@
 
 Decode splits a long context into parts for different programs; a second kernel combines them in order. The split
 depends only on the context's length and on the width of the page table, so a request's result does not depend on its
-batch. Programs without a part exit at once: the grid is fixed, as CUDA graphs need.
+batch. Programs without a part exit at once: the grid is fixed, as CUDA graphs need. Lengths are inputs of a step and
+are read before the wait.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from mingc.host.machine import gpu_target
 from mingc.kernels.chunk_layout import CHUNK_ALIGNMENT, SHARED_ROWS
+from mingc.kernels.triton.pdl import enable_pdl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_PART = (
@@ -34,24 +36,25 @@ def _part_size(length, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.cons
 
 
 @triton.jit
-def mingc_paged_decode(
+def mingc_paged_decode_pdl(
     q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     request = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.maximum(tl.load(lengths + request).to(tl.int32), 1)
     part = _part_size(length, SPLITS, BLOCK, LEAST)
-    first = split * part
+    zero = enable_pdl(PDL)
+    first = split * part + zero
     if first >= length:
         return
     end = tl.minimum(first + part, length)
     dim = tl.arange(0, SIZE)
     query = tl.arange(0, QUERIES)
     is_query = query < GROUP
-    head = (request * KV_HEADS + kv_head) * GROUP + query
+    head = (request * KV_HEADS + kv_head) * GROUP + query + zero
     queries = tl.load(q + head[:, None] * SIZE + dim[None, :], mask=is_query[:, None], other=0.0)
     dtype = queries.dtype
     scale: tl.constexpr = SIZE**-0.5 * _LOG2_E
@@ -86,24 +89,25 @@ def mingc_paged_decode(
 
 
 @triton.jit
-def mingc_paged_decode_join(
+def mingc_paged_decode_join_pdl(
     lengths, partial, tops, totals, out,
     HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     request = tl.program_id(1)
     length = tl.maximum(tl.load(lengths + request).to(tl.int32), 1)
-    part = _part_size(length, SPLITS, BLOCK, LEAST)
-    if part >= length:
+    num_parts = tl.cdiv(length, _part_size(length, SPLITS, BLOCK, LEAST))
+    zero = enable_pdl(PDL)
+    # With the zero, so that no program ends before the wait: the next kernel waits for this one only.
+    if num_parts + zero == 1:
         return
-    num_parts = tl.cdiv(length, part)
-    base = (request * HEADS + head) * SPLITS
+    base = (request * HEADS + head) * SPLITS + zero
     every = tl.arange(0, PADDED)
     is_part = every < num_parts
     all_tops = tl.load(tops + base + every, mask=is_part, other=float("-inf"))
-    top = tl.max(all_tops, 0)
     all_totals = tl.load(totals + base + every, mask=is_part, other=0.0)
+    top = tl.max(all_tops, 0)
     total = tl.sum(tl.exp2(all_tops - top) * all_totals, 0)
     dim = tl.arange(0, SIZE)
     context = tl.zeros([SIZE], tl.float32)
@@ -113,7 +117,7 @@ def mingc_paged_decode_join(
         weight = tl.exp2(tl.load(tops + base + some, mask=is_some, other=float("-inf")) - top)
         at = partial + (base + some)[:, None] * SIZE + dim[None, :]
         context += tl.sum(weight[:, None] * tl.load(at, mask=is_some[:, None], other=0.0), 0)
-    place = out + (request * HEADS + head) * SIZE + dim
+    place = out + zero + (request * HEADS + head) * SIZE + dim
     tl.store(place, (context / total).to(out.dtype.element_ty))
 
 
@@ -136,16 +140,17 @@ def launch_decode(
     partial = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=q.device)
     tops, totals = (torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device) for _ in range(2))
     group = heads // kv_heads
-    torch.library.wrap_triton(mingc_paged_decode)[(kv_heads, batch, splits)](
+    torch.library.wrap_triton(mingc_paged_decode_pdl)[(kv_heads, batch, splits)](
         q, k_pages, v_pages, page_table, lengths, out, partial, tops, totals, table_width,
         KV_HEADS=kv_heads, GROUP=group, QUERIES=max(_MIN_QUERIES, triton.next_power_of_2(group)), SIZE=size,
-        PAGE=page_size, SPLITS=splits, BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, num_warps=4, num_stages=3,
+        PAGE=page_size, SPLITS=splits, BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, PDL=True, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        torch.library.wrap_triton(mingc_paged_decode_join)[(heads, batch)](
+        torch.library.wrap_triton(mingc_paged_decode_join_pdl)[(heads, batch)](
             lengths, partial, tops, totals, out,
             HEADS=heads, SIZE=size, SPLITS=splits, PADDED=triton.next_power_of_2(splits), STEP=min(16, splits),
-            BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, num_warps=4,
+            BLOCK=_DECODE_BLOCK, LEAST=_MIN_PART, PDL=True, num_warps=1,
         )  # fmt: skip
     return out
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mingc.kernels.triton.pdl import enable_pdl
+
 _MAX_SPLIT_TOKENS = 64  # beyond, blocks of tokens alone fill the GPU
 
 
@@ -47,19 +49,20 @@ def mingc_router_logits(
 
 
 @triton.jit
-def mingc_router_topk(
+def mingc_router_topk_pdl(
     partial, bias, gate_index, ids, weights, T, scale,
     E: tl.constexpr, GATES: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr,
-    K_PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    K_PADDED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Top-k experts of the best groups by biased sigmoid score, and their weights; ties go to the lower index."""
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, E)
     is_token = m < T
+    zero = enable_pdl(PDL)
     logits = tl.zeros([ROWS, E], tl.float32)
     for split in tl.static_range(SPLITS):
         logits += tl.load(
-            partial + (split * T + m[:, None]) * E + e[None, :], mask=is_token[:, None], other=0.0
+            partial + zero + (split * T + m[:, None]) * E + e[None, :], mask=is_token[:, None], other=0.0
         )
     scores = tl.sigmoid(logits)
     if GATES == 1:
@@ -93,10 +96,10 @@ def mingc_router_topk(
         score = tl.sum(tl.where(is_it, scores, 0.0), 1)
         keys = tl.where(is_it, -9223372036854775807, keys)
         selected = tl.where((place == each)[None, :], score[:, None], selected)
-        tl.store(ids + m * K + each, expert, mask=is_token)
+        tl.store(ids + zero + m * K + each, expert, mask=is_token)
     selected = selected * (scale / (tl.sum(selected, 1) + 1e-20))[:, None]
     mask = is_token[:, None] & (place < K)[None, :]
-    tl.store(weights + m[:, None] * K + place[None, :], selected, mask=mask)
+    tl.store(weights + zero + m[:, None] * K + place[None, :], selected, mask=mask)
 
 
 @torch.library.triton_op("mingc::route_hidden", mutates_args={})
@@ -129,9 +132,9 @@ def route_hidden(
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     rows = 1 if tokens <= _MAX_SPLIT_TOKENS else 4
-    torch.library.wrap_triton(mingc_router_topk)[(triton.cdiv(tokens, rows),)](
+    torch.library.wrap_triton(mingc_router_topk_pdl)[(triton.cdiv(tokens, rows),)](
         partial, bias, which, ids, weights, tokens, scale, E=experts, GATES=gates, GROUPS=num_groups,
         KEPT=num_kept_groups, K=top_k, K_PADDED=triton.next_power_of_2(top_k), SPLITS=splits,
-        ROWS=rows, num_warps=rows,
+        ROWS=rows, PDL=True, num_warps=rows,
     )  # fmt: skip
     return ids, weights
