@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -52,6 +53,7 @@ from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechSt
 from mingc.runtime.service.pipelines import media_embeds
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.step import PrefillStep
 from mingc.server.metrics import Metrics
 
 
@@ -82,6 +84,37 @@ def test_chat_yields_one_delta_per_token_then_done() -> None:
         for name in ("preprocessing", "prepared", "encoded", "prefill", "first_token", "text_done", "done")
     ]
     assert moments == sorted(moments)
+
+
+def test_short_prompts_that_come_together_share_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first one would take a chunk alone, and all others would wait for it."""
+    loop = make_thinker_loop(is_static=True, max_prompts=4)
+    counts: list[int] = []
+    prefill, submit = loop.runner.prefill, loop.submit
+
+    def noting(step: PrefillStep) -> torch.Tensor:
+        counts.append(len(step.counts))
+        return prefill(step)
+
+    def submit_slowly(*arguments: Any, **options: Any) -> int:
+        job = submit(*arguments, **options)
+        time.sleep(0.02)  # the thinker's thread runs meanwhile
+        return job
+
+    monkeypatch.setattr(loop.runner, "prefill", noting)
+    monkeypatch.setattr(loop, "submit", submit_slowly)
+    service = make_service(loop=loop)
+
+    async def answer(prompt: str) -> list[Event]:
+        request = CompletionRequest(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=2))
+        return [event async for _, event in service.answers(request)]
+
+    async def ask() -> list[list[Event]]:
+        return await asyncio.gather(*(answer(f"Why {number}?") for number in range(4)))
+
+    answers = run(service, ask())
+    assert [done_of(events).usage.completion_tokens for events in answers] == [2] * 4
+    assert counts == [4]
 
 
 def test_the_stages_of_a_spoken_answer_follow_each_other_and_are_measured() -> None:
