@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -115,6 +115,32 @@ def test_short_prompts_that_come_together_share_the_first_chunk(monkeypatch: pyt
     answers = run(service, ask())
     assert [done_of(events).usage.completion_tokens for events in answers] == [2] * 4
     assert counts == [4]
+
+
+def test_speech_requests_that_come_together_share_the_first_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first one would take a patch alone, and all others would wait for it."""
+    service = make_service()
+    (talker,) = service.talkers
+    sizes: list[int] = []
+    launch, add = talker.worker.launch, talker.add
+
+    def noting(slots: Sequence[int]) -> None:
+        sizes.append(len(slots))
+        launch(slots)
+
+    def add_slowly(*arguments: Any, **options: Any) -> None:
+        add(*arguments, **options)
+        time.sleep(0.02)  # the talker's thread runs meanwhile
+
+    monkeypatch.setattr(talker.worker, "launch", noting)
+    monkeypatch.setattr(talker, "add", add_slowly)
+
+    async def ask() -> list[list[Event]]:
+        requests = (speech_request(f"I have {number} of them.", max_steps=2) for number in range(4))
+        return await asyncio.gather(*(collect(service.speech(each)) for each in requests))
+
+    assert all(audio_of(events).size for events in run(service, ask()))
+    assert sizes[0] == 4
 
 
 def test_the_stages_of_a_spoken_answer_follow_each_other_and_are_measured() -> None:

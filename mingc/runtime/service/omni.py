@@ -908,8 +908,13 @@ class OmniService:
     async def _enqueue(self, stream: SpeechStream, pieces: Iterable[SpokenPiece], *, is_short: bool) -> None:
         """Read and queue pieces of text: for a moment here if the text `is_short`, the others in a thread."""
         pieces = iter(pieces)
-        if not is_short or not stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S):
-            await self._offload(lambda: stream.enqueue(pieces))
+        if is_short:
+            is_whole = stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S, wakes=False)
+            # Once the segments of all requests of this turn of the event loop are there, so that they share a patch.
+            asyncio.get_running_loop().call_soon(stream.wake)
+            if is_whole:
+                return
+        await self._offload(lambda: stream.enqueue(pieces))
 
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
