@@ -25,6 +25,7 @@ _BYTES = {chr(byte): byte for byte in _VISIBLE} | {
 _MAX_PENDING_TOKENS = 64  # a character has at most 4 tokens; more pending tokens are invalid bytes
 _CONTEXT_TOKENS = 8
 _MIN_CACHED_CHARACTERS = 256  # shorter blocks are tokenized in tens of microseconds: not worth an entry
+_SHORT_CHARACTERS = 2048  # are tokenized in a millisecond
 _BLOCK_CHARACTERS = 512  # about so many are tokenized anew if a text differs in its last characters
 
 
@@ -75,11 +76,13 @@ class TextTokenizer:
         return self.encode_texts([text], parse_special_tokens=False)[0]
 
     def encode_texts(self, texts: Sequence[str], *, parse_special_tokens: bool) -> list[list[int]]:
-        """`encode` or `encode_plain` of each text, by several threads of the library, which leave Python's lock free.
+        """`encode` or `encode_plain` of each text: long texts by several threads, which leave Python's lock free.
 
-        Its call for a single text keeps the lock to the end: 3 s for 2 MB.
+        The library's call for a single text keeps the lock to the end (3 s for 2 MB), but changes no thread.
         """
         tokenizer = self._tokenizer if parse_special_tokens else self._plain
+        if sum(map(len, texts)) <= _SHORT_CHARACTERS:
+            return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         return [each.ids for each in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def cached_encoder(self, max_characters: int, *, parse_special_tokens: bool) -> CachedEncoder:
