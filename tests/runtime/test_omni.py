@@ -25,6 +25,7 @@ from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
+from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
@@ -50,7 +51,7 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
-from mingc.runtime.service.pipelines import media_embeds
+from mingc.runtime.service.pipelines import ChatPipeline, media_embeds
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
 from mingc.runtime.thinker.step import PrefillStep
@@ -115,6 +116,40 @@ def test_short_prompts_that_come_together_share_the_first_chunk(monkeypatch: pyt
     answers = run(service, ask())
     assert [done_of(events).usage.completion_tokens for events in answers] == [2] * 4
     assert counts == [4]
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_inline"),
+    [
+        ([["Why?"]], True),
+        ([["Why?"], ["Because."] * 3, ["No."]], True),
+        ([["Why? " * 300]], False),
+        ([[""]] * 60, False),
+        ([[""] * 60], False),
+    ],
+    ids=["short", "short turns", "long", "many messages", "many parts"],
+)
+def test_only_short_prompts_are_written_on_the_event_loop(
+    messages: list[list[str]], is_inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [tuple(TextPart(text=text) for text in each) for each in messages]
+    request = replace(chat(""), messages=tuple(Message(role="user", parts=each) for each in parts))
+    threads: list[int] = []
+    service = make_service()
+    prepare = ChatPipeline.prepare
+
+    def noting(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return prepare(*arguments)
+
+    monkeypatch.setattr(ChatPipeline, "prepare", noting)
+
+    async def ask() -> None:
+        with contextlib.suppress(RequestError):  # longer than the context
+            await collect(service.chat(request))
+        assert [each == threading.get_ident() for each in threads] == [is_inline]
+
+    run(service, ask())
 
 
 def test_speech_requests_that_come_together_share_the_first_patch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
 _NUM_DRAWN_SEEDS = 1 << 32  # of pictures without one; clients read it and send it again
 _SHORT = 1000  # characters of a text that is mostly read or tokenized faster than it is handed to a thread
+_PART = 20  # characters whose tokenizing takes as long as a message or a part without text
 _INLINE_S = 0.003  # reading takes so long at most: numbers and marks may take fifteen times as long as words
 
 _T = TypeVar("_T")
@@ -926,11 +927,10 @@ class OmniService:
 
 
 def _is_short(messages: Sequence[Message]) -> bool:
-    """Whether messages have no media, and little text."""
+    """Whether messages have no media, and little text: an empty part counts, too."""
     parts = [part for message in messages for part in message.parts]
-    return sum(part.size for part in parts) <= _SHORT and not any(
-        isinstance(part, MediaPart) for part in parts
-    )
+    size = sum(_PART + part.size for part in parts) + _PART * len(messages)
+    return size <= _SHORT and not any(isinstance(part, MediaPart) for part in parts)
 
 
 def _put(stream: RequestStream, answer: int, item: Item) -> None:
