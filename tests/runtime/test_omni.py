@@ -87,19 +87,27 @@ def test_chat_yields_one_delta_per_token_then_done() -> None:
     assert moments == sorted(moments)
 
 
-def test_short_prompts_that_come_together_share_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the first one would take a chunk alone, and all others would wait for it."""
+@pytest.mark.parametrize("num_prompts", [4, 5])
+def test_short_prompts_that_come_together_share_the_first_chunk(
+    num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first one would take a chunk alone, and the others would wait. A full chunk begins at once."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 60.0)
     loop = make_thinker_loop(is_static=True, max_prompts=4)
     counts: list[int] = []
+    has_begun = threading.Event()
     prefill, submit = loop.runner.prefill, loop.submit
 
     def noting(step: PrefillStep) -> torch.Tensor:
         counts.append(len(step.counts))
+        has_begun.set()
         return prefill(step)
 
     def submit_slowly(*arguments: Any, **options: Any) -> int:
         job = submit(*arguments, **options)
         time.sleep(0.02)  # the thinker's thread runs meanwhile
+        if job == 4 < num_prompts:
+            assert has_begun.wait(30)
         return job
 
     monkeypatch.setattr(loop.runner, "prefill", noting)
@@ -111,11 +119,11 @@ def test_short_prompts_that_come_together_share_the_first_chunk(monkeypatch: pyt
         return [event async for _, event in service.answers(request)]
 
     async def ask() -> list[list[Event]]:
-        return await asyncio.gather(*(answer(f"Why {number}?") for number in range(4)))
+        return await asyncio.gather(*(answer(f"Why {number}?") for number in range(num_prompts)))
 
     answers = run(service, ask())
-    assert [done_of(events).usage.completion_tokens for events in answers] == [2] * 4
-    assert counts == [4]
+    assert [done_of(events).usage.completion_tokens for events in answers] == [2] * num_prompts
+    assert counts == [4, 1][: num_prompts - 3]
 
 
 @pytest.mark.parametrize(
@@ -152,26 +160,36 @@ def test_only_short_prompts_are_written_on_the_event_loop(
     run(service, ask())
 
 
-def test_speech_requests_that_come_together_share_the_first_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the first one would take a patch alone, and all others would wait for it."""
+@pytest.mark.parametrize("num_requests", [4, 5])
+def test_speech_requests_that_come_together_share_the_first_patch(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first one would take a patch alone. Four, as many as may join a patch, do not wait for more."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 60.0)
     service = make_service()
     (talker,) = service.talkers
     sizes: list[int] = []
+    added: list[object] = []
+    has_begun = threading.Event()
     launch, add = talker.worker.launch, talker.add
 
     def noting(slots: Sequence[int]) -> None:
         sizes.append(len(slots))
+        has_begun.set()
         launch(slots)
 
     def add_slowly(*arguments: Any, **options: Any) -> None:
         add(*arguments, **options)
+        added.append(arguments)
         time.sleep(0.02)  # the talker's thread runs meanwhile
+        if len(added) == 4 < num_requests:
+            assert has_begun.wait(30)
 
     monkeypatch.setattr(talker.worker, "launch", noting)
     monkeypatch.setattr(talker, "add", add_slowly)
 
     async def ask() -> list[list[Event]]:
-        requests = (speech_request(f"I have {number} of them.", max_steps=2) for number in range(4))
+        requests = (speech_request(f"I have {number}.", max_steps=2) for number in range(num_requests))
         return await asyncio.gather(*(collect(service.speech(each)) for each in requests))
 
     assert all(audio_of(events).size for events in run(service, ask()))

@@ -147,7 +147,8 @@ class TalkerLoop(EngineThread):
     def add(self, stream: int, segment: SpeechSegment, *, wakes: bool = True) -> None:
         """Append a segment to an open stream; does nothing if the stream has failed.
 
-        `wakes`: False: the caller calls `wake` when all segments that may share a patch are there.
+        `wakes`: False: the caller calls `wake` when all segments that may share a patch are there. As many as may join
+        a patch do not wait for that.
         """
         with self._lock:
             known = self._streams.get(stream)
@@ -155,7 +156,7 @@ class TalkerLoop(EngineThread):
                 known.segments[segment.index] = segment
                 self.scheduler.add(stream, segment.index)
                 self._pacing.arrive(stream, self._clock())
-                if wakes:
+                if wakes or self.scheduler.num_waiting >= self.scheduler.max_prefills:
                     self._notify()
 
     def begin_playback(self, stream: int) -> None:
