@@ -40,9 +40,9 @@ def test_an_early_request_is_queued_for_speech_before_later_ones_are_segmented(
         log.append("segment")
         yield from segment(*arguments)  # type: ignore[arg-type]
 
-    def logged_add(*arguments: object) -> None:
+    def logged_add(*arguments: object, **options: bool) -> None:
         log.append("add")
-        add(*arguments)  # type: ignore[arg-type]
+        add(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(omni, "spoken_pieces", logged_segment)
     monkeypatch.setattr(loop, "add", logged_add)

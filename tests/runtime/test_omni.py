@@ -8,7 +8,8 @@ import gc
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
+from mingc.prompts.conversation import Message, TextPart
 from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
@@ -49,9 +51,10 @@ from mingc.runtime.request import (
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService
 from mingc.runtime.service.output_processor import ChatOutputProcessor, SpeechStream, Timings
-from mingc.runtime.service.pipelines import media_embeds
+from mingc.runtime.service.pipelines import ChatPipeline, media_embeds
 from mingc.runtime.talker.planner import SpeechPlanner
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.step import PrefillStep
 from mingc.server.metrics import Metrics
 
 
@@ -82,6 +85,115 @@ def test_chat_yields_one_delta_per_token_then_done() -> None:
         for name in ("preprocessing", "prepared", "encoded", "prefill", "first_token", "text_done", "done")
     ]
     assert moments == sorted(moments)
+
+
+@pytest.mark.parametrize("num_prompts", [4, 5])
+def test_short_prompts_that_come_together_share_the_first_chunk(
+    num_prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first one would take a chunk alone, and the others would wait. A full chunk begins at once."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 60.0)
+    loop = make_thinker_loop(is_static=True, max_prompts=4)
+    counts: list[int] = []
+    has_begun = threading.Event()
+    prefill, submit = loop.runner.prefill, loop.submit
+
+    def noting(step: PrefillStep) -> torch.Tensor:
+        counts.append(len(step.counts))
+        has_begun.set()
+        return prefill(step)
+
+    def submit_slowly(*arguments: Any, **options: Any) -> int:
+        job = submit(*arguments, **options)
+        time.sleep(0.02)  # the thinker's thread runs meanwhile
+        if job == 4 < num_prompts:
+            assert has_begun.wait(30)
+        return job
+
+    monkeypatch.setattr(loop.runner, "prefill", noting)
+    monkeypatch.setattr(loop, "submit", submit_slowly)
+    service = make_service(loop=loop)
+
+    async def answer(prompt: str) -> list[Event]:
+        request = CompletionRequest(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=2))
+        return [event async for _, event in service.answers(request)]
+
+    async def ask() -> list[list[Event]]:
+        return await asyncio.gather(*(answer(f"Why {number}?") for number in range(num_prompts)))
+
+    answers = run(service, ask())
+    assert [done_of(events).usage.completion_tokens for events in answers] == [2] * num_prompts
+    assert counts == [4, 1][: num_prompts - 3]
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_inline"),
+    [
+        ([["Why?"]], True),
+        ([["Why?"], ["Because."] * 3, ["No."]], True),
+        ([["Why? " * 300]], False),
+        ([[""]] * 60, False),
+        ([[""] * 60], False),
+    ],
+    ids=["short", "short turns", "long", "many messages", "many parts"],
+)
+def test_only_short_prompts_are_written_on_the_event_loop(
+    messages: list[list[str]], is_inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [tuple(TextPart(text=text) for text in each) for each in messages]
+    request = replace(chat(""), messages=tuple(Message(role="user", parts=each) for each in parts))
+    threads: list[int] = []
+    service = make_service()
+    prepare = ChatPipeline.prepare
+
+    def noting(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return prepare(*arguments)
+
+    monkeypatch.setattr(ChatPipeline, "prepare", noting)
+
+    async def ask() -> None:
+        with contextlib.suppress(RequestError):  # longer than the context
+            await collect(service.chat(request))
+        assert [each == threading.get_ident() for each in threads] == [is_inline]
+
+    run(service, ask())
+
+
+@pytest.mark.parametrize("num_requests", [4, 5])
+def test_speech_requests_that_come_together_share_the_first_patch(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the first one would take a patch alone. Four, as many as may join a patch, do not wait for more."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 60.0)
+    service = make_service()
+    (talker,) = service.talkers
+    sizes: list[int] = []
+    added: list[object] = []
+    has_begun = threading.Event()
+    launch, add = talker.worker.launch, talker.add
+
+    def noting(slots: Sequence[int]) -> None:
+        sizes.append(len(slots))
+        has_begun.set()
+        launch(slots)
+
+    def add_slowly(*arguments: Any, **options: Any) -> None:
+        add(*arguments, **options)
+        added.append(arguments)
+        time.sleep(0.02)  # the talker's thread runs meanwhile
+        if len(added) == 4 < num_requests:
+            assert has_begun.wait(30)
+
+    monkeypatch.setattr(talker.worker, "launch", noting)
+    monkeypatch.setattr(talker, "add", add_slowly)
+
+    async def ask() -> list[list[Event]]:
+        requests = (speech_request(f"I have {number}.", max_steps=2) for number in range(num_requests))
+        return await asyncio.gather(*(collect(service.speech(each)) for each in requests))
+
+    assert all(audio_of(events).size for events in run(service, ask()))
+    assert sizes[0] == 4
 
 
 def test_the_stages_of_a_spoken_answer_follow_each_other_and_are_measured() -> None:

@@ -82,6 +82,8 @@ class Scripted:
             emit(TokenItem(token=None, finish="stop"))
         return 0
 
+    def wake(self) -> None: ...
+
     def cancel(self, job: int) -> None:
         pass
 

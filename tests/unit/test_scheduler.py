@@ -73,6 +73,19 @@ def only(chunk: PrefillChunk | None) -> PromptSlice:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "is_full"), [([8], False), ([8, 8], False), ([8, 8, 8], True), ([1024], True)]
+)
+def test_a_chunk_is_full_with_as_many_prompts_or_tokens_as_may_share_one(
+    prompts: list[int], is_full: bool
+) -> None:
+    scheduler = make_thinker(max_prompts=3, chunk=1024, max_context=2048, num_pages=1025)
+    assert not scheduler.fills_chunk
+    for request, count in enumerate(prompts):
+        scheduler.add(request, prompt_tokens=count, max_tokens=1)
+    assert scheduler.fills_chunk == is_full
+
+
+@pytest.mark.parametrize(
     ("two_batch_rows", "expected"),
     [(0, [(0, 8, False), (8, 8, False), (16, 3, True)]), (16, [(0, 16, False), (16, 3, True)])],
     ids=["one chunk", "two-batch overlap"],

@@ -198,6 +198,36 @@ def test_speech_begins_with_the_first_clause_of_four_units() -> None:
     assert list(live.finish()) == [(rest.strip(), len(first + rest))]
 
 
+@pytest.mark.parametrize("after", ["就好", "3点", "，，", "”他说"])
+def test_a_chinese_clause_ends_with_its_comma_whatever_follows(after: str) -> None:
+    first = "如果改到周四，"
+    assert pieces_of([first + after + "。"])[0] == (first, len(first))
+    assert list(SpokenText(50, "natural").push(first)) == [(first, len(first))], "no token is waited for"
+
+
+@pytest.mark.parametrize("after", [" he went", " 20 of us", ",, so", "and", '" he said', "** yes"])
+def test_a_clause_of_plain_words_ends_with_its_comma_whatever_follows(after: str) -> None:
+    first = "Well, as he's a well-known cook,"
+    assert pieces_of([first + after + "."])[0] == (first, len(first))
+    assert list(SpokenText(50, "natural").push(first)) == [(first, len(first))], "no token is waited for"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        "一共有一千零1，",
+        "He came here in January,",
+        "They met him on 24 June,",
+        'She said "come with us,',
+        "See https://a.example/of/b,",
+        "Call the `function f,",
+        "The **best of them,",
+    ],
+)
+def test_a_comma_waits_where_a_number_or_markup_may_go_on(begun: str) -> None:
+    assert not list(SpokenText(50, "natural").push(begun))
+
+
 @given(deltas(), st.sampled_from(SPEECH_TEXTS), st.sampled_from(["", "<think>Well.\n Hm.</think>\n\n"]))
 def test_pieces_say_where_they_end_in_the_text(parts: list[str], rules: SpeechText, thought: str) -> None:
     text = thought + "".join(parts)

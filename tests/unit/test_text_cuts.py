@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -112,13 +113,9 @@ def test_only_the_end_of_a_text_with_a_known_beginning_is_tokenized(name: str, s
     asked: list[str] = []
 
     class Recorded(TextTokenizer):
-        def encode(self, text: str) -> list[int]:
-            asked.append(text)
-            return super().encode(text)
-
-        def encode_plain(self, text: str) -> list[int]:
-            asked.append(text)
-            return super().encode_plain(text)
+        def encode_texts(self, texts: Sequence[str], *, parse_special_tokens: bool) -> list[list[int]]:
+            asked.extend(texts)
+            return super().encode_texts(texts, parse_special_tokens=parse_special_tokens)
 
     document = "".join(f"{number} {sentence}" for number in range(1000))
     for parse in (False, True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -167,9 +169,9 @@ def test_invalid_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
 def test_a_cached_encoder_gives_the_ids_of_the_goldens_and_tokenizes_a_long_text_once() -> None:
     asked: list[str] = []
 
-    def encode(text: str) -> list[int]:
-        asked.append(text)
-        return tokenizer().encode_plain(text)
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        asked.extend(texts)
+        return [tokenizer().encode_plain(text) for text in texts]
 
     encoder = CachedEncoder(encode, 10_000, None)
     (short, case), *_ = CASES.items()
@@ -186,9 +188,9 @@ def test_a_cached_encoder_gives_the_ids_of_the_goldens_and_tokenizes_a_long_text
 def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit() -> None:
     asked: list[str] = []
 
-    def encode(text: str) -> list[int]:
-        asked.append(text[0])
-        return [ord(each) for each in text]
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        asked.extend(text[0] for text in texts)
+        return [[ord(each) for each in text] for text in texts]
 
     encoder = CachedEncoder(encode, 900, None)
     for letter in "abca" + "d" + "acb" + "b":  # three of 300 characters fit; `b` goes for `d`, `d` for `b`
@@ -202,3 +204,22 @@ def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit()
     nothing = CachedEncoder(encode, 0, None)
     nothing("h" * 300), nothing("h" * 300)
     assert asked == ["h", "h"]
+
+
+def test_other_threads_run_while_a_text_is_tokenized() -> None:
+    """Such as the event loop and the thinker's thread, beside a long prompt."""
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    has_begun, has_ended, num_steps = threading.Event(), threading.Event(), 0
+
+    def encode() -> None:
+        has_begun.set()
+        tokenizer().encode_plain(text)
+        has_ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    has_begun.wait()
+    while not has_ended.wait(1e-3):
+        num_steps += 1
+    thread.join()
+    assert num_steps > 5, "with the lock kept, this thread would next run at the end"

@@ -86,9 +86,10 @@ def log_mel(
         np.square(spectrum.real, out=power[:count], casting="same_kind")
         power[:count] += np.square(spectrum.imag, out=squares[:count], casting="same_kind")
         np.matmul(power[:count], filters.T, out=block)
-    np.log10(np.maximum(logs, np.float32(_FLOOR), out=logs), out=logs)
+    # (log10 + 4) / 4. numpy computes ln, but not log10, with vector instructions: 0.1 instead of 0.9 ms for 10 s.
+    np.log(np.maximum(logs, np.float32(_FLOOR), out=logs), out=logs)
+    logs *= np.float32(0.25 / math.log(10.0))
     if num_frames:
-        np.maximum(logs, logs.max() - np.float32(_RANGE), out=logs)
-    logs += np.float32(4.0)
-    logs /= np.float32(4.0)
+        np.maximum(logs, logs.max() - np.float32(0.25 * _RANGE), out=logs)
+    logs += np.float32(1.0)
     return logs

@@ -74,13 +74,20 @@ from mingc.runtime.service.output_processor import (
     SpeechStream,
     Timings,
 )
-from mingc.runtime.service.pipelines import ChatPipeline, SpeechPipeline, media_embeds, picture_embeds
+from mingc.runtime.service.pipelines import (
+    ChatPipeline,
+    Prepared,
+    SpeechPipeline,
+    media_embeds,
+    picture_embeds,
+)
 from mingc.runtime.service.tool_calls import CallParser, tool_sampling
 from mingc.runtime.service.transcriber import transcribe
 from mingc.runtime.service.voices import Voices
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.thinker.loop import ThinkerLoop
 from mingc.runtime.thinker.ranks.rank_group import RankGroup
+from mingc.runtime.thinker.token_matcher import TokenMatcher
 from mingc.runtime.voices import NewVoice, VoiceInfo
 from mingc.text.spoken import SpeechText, SpokenText, spoken_pieces
 from mingc.text.spoken_piece import SpokenPiece
@@ -88,8 +95,9 @@ from mingc.text.spoken_piece import SpokenPiece
 _JOIN_S, _FAILED_JOIN_S = 10.0, 1.0
 _NUM_SEEDS = 1 << 64
 _NUM_DRAWN_SEEDS = 1 << 32  # of pictures without one; clients read it and send it again
-_SPOKEN_INLINE = 1000  # characters of a text that are mostly read faster than they are handed to a thread
-_INLINE_S = 0.003  # and for so long: numbers and marks may take fifteen times as long as words
+_SHORT = 1000  # characters of a text that is mostly read or tokenized faster than it is handed to a thread
+_PART = 20  # characters whose tokenizing takes as long as a message or a part without text
+_INLINE_S = 0.003  # reading takes so long at most: numbers and marks may take fifteen times as long as words
 
 _T = TypeVar("_T")
 
@@ -276,6 +284,7 @@ class OmniService:
                 None,
                 num_answers=request.num_answers,
                 priority=request.priority,
+                is_short=len(request.prompt) <= _SHORT,
             )
         use, tokens = request.tools, self._chat_pipeline().processor.tool_tokens
         has_tools = use.tools or any(message.has_tools for message in request.messages)
@@ -291,6 +300,7 @@ class OmniService:
             priority=request.priority,
             calls=(tokens, use) if has_tools and tokens is not None else None,
             thinking=request.thinking,
+            is_short=not has_tools and _is_short(request.messages),
         )
 
     def _prepare(self, request: TextRequest) -> PreparedPrompt:
@@ -417,11 +427,12 @@ class OmniService:
         calls: tuple[ToolTokens, ToolUse] | None = None,
         thinking: bool = False,
         is_part: bool = False,
+        is_short: bool = False,
     ) -> AsyncGenerator[tuple[int, Event]]:
         """Events of the answers to one prompt, of which only a single one may be spoken. See `answer`.
 
         `calls`: the tools that they may call; None: tokens of calls are as any special tokens. `thinking`: whether
-        their thoughts are separated from their texts.
+        their thoughts are separated from their texts. `is_short`: whether the prompt is written here, not in a thread.
         """
         timings = Timings()
         pipeline = self._chat_pipeline()
@@ -447,12 +458,14 @@ class OmniService:
                         thinker=pipeline.loop,
                     )
                     spoken_text = SpokenText(speech.max_segment_length, speech_text or speech.speech_text)
-                matchers, (prompt, keys, encoded) = await self._offload(
-                    lambda: (
-                        pipeline.matchers(sampling.constraint, num_answers),
-                        pipeline.prepare(prepare, timings, stream),
-                    )
-                )
+
+                def prepared() -> tuple[Sequence[TokenMatcher | None], Prepared]:
+                    matchers = pipeline.matchers(sampling.constraint, num_answers)
+                    return matchers, pipeline.prepare(prepare, timings, stream)
+
+                is_short = is_short and sampling.constraint is None
+                found = prepared() if is_short else await self._offload(prepared)
+                matchers, (prompt, keys, encoded) = found
                 if encoded:
                     prompt = replace(
                         prompt,
@@ -486,7 +499,10 @@ class OmniService:
                         keys=keys,
                         recorder=recorder,
                         matcher=matchers[answer],
+                        wakes=False,
                     )
+                    # Once all that this turn of the event loop submits is there, so that it shares a chunk.
+                    asyncio.get_running_loop().call_soon(pipeline.loop.wake)
 
                 submit(0)
                 begun = 1
@@ -530,7 +546,7 @@ class OmniService:
             is_live=request.is_live,
             priority=request.priority,
             recorder=recorder,
-            is_short=len(request.text) <= _SPOKEN_INLINE,
+            is_short=len(request.text) <= _SHORT,
         )
 
     async def speak(
@@ -738,7 +754,7 @@ class OmniService:
                     stream.put(FailedItem(error=WorkerError("the text failed")))  # wakes the reader
 
             async def speak(pieces: Iterable[SpokenPiece], num_characters: int) -> None:
-                await self._enqueue(speech_stream, pieces, is_short=num_characters <= _SPOKEN_INLINE)
+                await self._enqueue(speech_stream, pieces, is_short=num_characters <= _SHORT)
 
             reading = asyncio.ensure_future(read())
             try:
@@ -893,8 +909,13 @@ class OmniService:
     async def _enqueue(self, stream: SpeechStream, pieces: Iterable[SpokenPiece], *, is_short: bool) -> None:
         """Read and queue pieces of text: for a moment here if the text `is_short`, the others in a thread."""
         pieces = iter(pieces)
-        if not is_short or not stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S):
-            await self._offload(lambda: stream.enqueue(pieces))
+        if is_short:
+            is_whole = stream.enqueue(pieces, until=time.perf_counter() + _INLINE_S, wakes=False)
+            # Once the segments of all requests of this turn of the event loop are there, so that they share a patch.
+            asyncio.get_running_loop().call_soon(stream.wake)
+            if is_whole:
+                return
+        await self._offload(lambda: stream.enqueue(pieces))
 
     async def _offload(self, work: Callable[[], _T]) -> _T:
         """Run `work` in the preprocessing threads."""
@@ -903,6 +924,13 @@ class OmniService:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
             self._num_offloaded -= 1
+
+
+def _is_short(messages: Sequence[Message]) -> bool:
+    """Whether messages have no media, and little text: an empty part counts, too."""
+    parts = [part for message in messages for part in message.parts]
+    size = sum(_PART + part.size for part in parts) + _PART * len(messages)
+    return size <= _SHORT and not any(isinstance(part, MediaPart) for part in parts)
 
 
 def _put(stream: RequestStream, answer: int, item: Item) -> None:

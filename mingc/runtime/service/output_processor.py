@@ -156,11 +156,11 @@ class SpeechStream:
         """Whether all enqueued segments have been generated."""
         return self._num_ended == self.num_segments
 
-    def enqueue(self, pieces: Iterable[SpokenPiece], *, until: float = math.inf) -> bool:
+    def enqueue(self, pieces: Iterable[SpokenPiece], *, until: float = math.inf, wakes: bool = True) -> bool:
         """Queue pieces of text after the segments already queued.
 
         Stops behind the first piece that is queued after `until` (`time.perf_counter`). Returns whether it got to the
-        end.
+        end. `wakes`: False: the caller calls `wake` when all streams that may share a patch have their segments.
         """
         for piece in pieces:
             if self._starts is not None and not self.num_segments:
@@ -170,10 +170,14 @@ class SpeechStream:
             self._pieces.append(piece)
             self.prompt_tokens += len(segment.input_ids)
             self.first_segment_at = self.first_segment_at or time.perf_counter()
-            self._loop.add(self._stream, segment)
+            self._loop.add(self._stream, segment, wakes=wakes)
             if time.perf_counter() > until:
                 return False
         return True
+
+    def wake(self) -> None:
+        """Wake the talker for the segments that are queued."""
+        self._loop.wake()
 
     def consume(self, patch: AudioDelta) -> AudioDelta:
         """Count a patch that was taken from the request's stream and is sent now. Returns it with its text."""

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from mingc.runtime.grammar.matcher import GrammarMatcher
 
 Encoded = dict[int, list[Future[Tensor]]]  # by `embed_kind`, in the order of `MediaFeatures`
+Prepared = tuple[ThinkerPrompt, list[bytes] | None, Encoded]
+"""A prompt without media embeddings, its keys for the prefix cache, and futures of the embeddings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,10 +57,9 @@ class ChatPipeline:
 
     def prepare(
         self, prepare: Callable[[], PreparedPrompt], timings: Timings, stream: RequestStream
-    ) -> tuple[ThinkerPrompt, list[bytes] | None, Encoded]:
+    ) -> Prepared:
         """Build a prompt, and submit its media to the encoders. Blocks.
 
-        Returns the prompt without media embeddings, its keys for the prefix cache, and futures of the embeddings.
         Raises: RequestError when the prompt exceeds the context.
         """
         timings.mark("preprocessing")

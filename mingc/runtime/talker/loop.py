@@ -144,15 +144,20 @@ class TalkerLoop(EngineThread):
             self._streams[stream] = _Stream(emit, is_behind, recorder)
         return stream
 
-    def add(self, stream: int, segment: SpeechSegment) -> None:
-        """Append a segment to an open stream; does nothing if the stream has failed."""
+    def add(self, stream: int, segment: SpeechSegment, *, wakes: bool = True) -> None:
+        """Append a segment to an open stream; does nothing if the stream has failed.
+
+        `wakes`: False: the caller calls `wake` when all segments that may share a patch are there. As many as may join
+        a patch do not wait for that.
+        """
         with self._lock:
             known = self._streams.get(stream)
             if known is not None:
                 known.segments[segment.index] = segment
                 self.scheduler.add(stream, segment.index)
                 self._pacing.arrive(stream, self._clock())
-                self._notify()
+                if wakes or self.scheduler.num_waiting >= self.scheduler.max_prefills:
+                    self._notify()
 
     def begin_playback(self, stream: int) -> None:
         """Start the playback clock of a live stream, when its first audio is sent; does nothing for an ended one."""

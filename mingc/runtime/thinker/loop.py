@@ -183,8 +183,12 @@ class ThinkerLoop(EngineThread):
         keys: Sequence[bytes] | None = None,
         recorder: Recorder | None = None,
         matcher: TokenMatcher | None = None,
+        wakes: bool = True,
     ) -> int:
         """Queue a request. Returns its id for `cancel`. The thinker's thread calls `emit`.
+
+        `wakes`: False: the caller calls `wake` when all requests that may share a chunk are there. A full chunk begins
+        before that.
 
         `keys` are the `page_keys` of the prompt; without them it neither reuses nor publishes pages. `recorder` gets
         the logits of every token. `matcher` constrains the answer; it serves no other request.
@@ -205,7 +209,8 @@ class ThinkerLoop(EngineThread):
             request = next(self._ids)
             self.scheduler.add(request, prompt_tokens=count, max_tokens=max_tokens, keys=keys)
             self._requests[request] = RunningChat(prompt, max_tokens, row, emit, recorder, keys, matcher)
-            self._notify()
+            if wakes or self.scheduler.fills_chunk:
+                self._notify()
         return request
 
     def submit_queries(

@@ -205,6 +205,13 @@ class ThinkerScheduler:
         """Whether the next plan may start a chunk, which a prompt that arrives before it could share."""
         return self._current is None and bool(self._waiting or self._prefilling)
 
+    @property
+    def fills_chunk(self) -> bool:
+        """Whether as many prompts wait as may share a chunk, or as many tokens."""
+        waiting = (*self._prefilling.values(), *self._waiting.values())[: self._chunk.max_prompts]
+        num_tokens = sum(each.prompt_tokens - each.computed for each in waiting)
+        return len(waiting) == self._chunk.max_prompts or num_tokens >= self._chunk.shared_rows
+
     def max_new_tokens(self, prompt_tokens: int, requested: int) -> int:
         """`requested` limited to what the context holds after the prompt.
 

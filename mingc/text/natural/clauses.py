@@ -19,7 +19,7 @@ _NEARBY = 12  # characters between such a cut and a digit or markup
 _WIDE = "\u3000-〿぀-ヿ㐀-䶿一-鿿가-힯豈-﫿\uff01-\uff60"
 _MARK = re.compile(
     r"(?P<line>\n)|(?P<code>`+)|(?P<tag><)|(?P<link>\[)"
-    r"|(?P<wide>[。！？；])|(?P<end>[.!?;…]+)|(?P<clause>[,:，：—]+)"
+    r"|(?P<wide>[。！？；])|(?P<pause>(?<=[぀-ヿ㐀-䶿一-鿿가-힯豈-﫿])，|(?<=[a-z]),)|(?P<end>[.!?;…]+)|(?P<clause>[,:，：—]+)"
 )
 _CLOSERS = re.compile(r"[\"'”’)\]*_~`]*")
 _GOES_ON = re.compile(rf"\s|[{_WIDE}“”‘’—]")
@@ -33,6 +33,12 @@ _ABBREVIATION = re.compile(
     r"rev|hon|gov|sen|rep|pres|mt|ft|ave|blvd|rd|fig|figs|eq|sec|ch|vol|pp?|approx|est|dept|min|max|tel|ext|cf|al"
     r"|ca|apt|hwy|ln|sq|bros|appt|incl|misc|gov?t|assn|"
     r"jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|mon|tues?|wed|thurs?|thu|fri|sat|sun))\.\Z",
+    re.IGNORECASE,
+)
+_PLAIN_WORDS = re.compile(r"[\sA-Za-z'’,-]+")
+_MONTH = re.compile(
+    r"\b(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?),\Z",
     re.IGNORECASE,
 )
 _LIST_NUMBER = re.compile(r"\s*\d+\.\Z")
@@ -146,6 +152,8 @@ def _marked_end(text: str, *, is_complete: bool) -> tuple[int | None, bool, bool
                 return end, True, False
             case "wide":
                 return end, True, False
+            case "pause" if match[0] == "，" or _ends_plain_words(text, end):
+                return end, False, False  # whatever follows, so that speech need not wait for it
             case "code":
                 closing, line = text.find(match[0], end), text.find("\n", end)
                 if closing >= 0 and (line < 0 or closing < line) and not is_at_end:
@@ -178,6 +186,11 @@ def _marked_end(text: str, *, is_complete: bool) -> tuple[int | None, bool, bool
                 if after and not is_word_mark and not (after.isdigit() or _digit_before(text, match.start())):
                     return end, False, False
     return None, False, False
+
+
+def _ends_plain_words(text: str, end: int) -> bool:
+    """Whether all before the comma at `end` are words; a date may go on behind the name of a month."""
+    return _PLAIN_WORDS.fullmatch(text, 0, end) is not None and not _MONTH.search(text, 0, end)
 
 
 def _digit_before(text: str, start: int) -> bool:
