@@ -202,7 +202,6 @@ def build(
     from mingc.export.compile.backends import find_backend
     from mingc.export.compile.onnx_program import to_onnx
     from mingc.export.compile.trace import trace_graph
-    from mingc.host.tensorrt_library import RTX
 
     tensorrt_program.DECOMPOSES_ATTENTION = not keeps_attention
 
@@ -216,9 +215,9 @@ def build(
     row: dict[str, Any] = {"load_s": loaded - started, "capture_s": captured - loaded}
     backend.check_graph(plan, module, lambda: program, where=case.name)
     if dry and backend_name == "tensorrt":
-        graph = tensorrt_program.program_graph(program, RTX, case.name)
-        seconds = time.perf_counter() - captured
-        return {**row, "program_s": seconds, "bytes": len(graph.content), "weights": len(graph.weights)}
+        _, weights, _, pure = tensorrt_program.without_weights(program, case.name)
+        seconds, operators = time.perf_counter() - captured, len(pure.graph.nodes)
+        return {**row, "program_s": seconds, "nodes": operators, "weights": len(weights)}
     if dry:
         model = to_onnx(program, case.name)
         dynamic = [each.name for each in model.graph.input if _is_dynamic(each)]

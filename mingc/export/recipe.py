@@ -281,7 +281,7 @@ def stage_options(recipe: ExportRecipe) -> StageOptions:
     return StageOptions(
         dtype=torch_dtype(recipe.dtype),
         device=recipe.device,
-        static_buckets=recipe.target == "cuda",
+        static_buckets=recipe.target != "cpu",
         batch_sizes=recipe.batch_sizes,
         max_model_len=recipe.max_model_len,
         prefill_chunk_size=recipe.prefill_chunk_size,

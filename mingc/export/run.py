@@ -325,8 +325,8 @@ def _target_notes(target: str) -> list[str]:
     if rtx_capabilities(target) is None:
         return []
     return [
-        f"engines for {target} were built without such a card: their ONNX models were compared with "
-        "float32 through ONNX Runtime on a CPU, the engines were not run; on an H200 a float32 plan had an "
+        f"engines for {target} were built without such a card: the programs that they were built from were compared "
+        "with float32 by torch on a CPU, the engines were not run; on an H200 a float32 plan had an "
         "error of 1.2e-3, above the limit of mingc verify"
     ]
 

@@ -16,19 +16,17 @@ CLASSIC = "tensorrt"
 TITLES = {RTX: "TensorRT for RTX", CLASSIC: "TensorRT"}
 DISTRIBUTIONS = {RTX: "tensorrt-rtx", CLASSIC: "tensorrt"}
 INSTALL = "pip install 'mingc[tensorrt-runtime]'"
-INSTALL_FOR_CARDS = "pip install 'mingc[onnx,tensorrt-runtime]'"
-INSTALL_COMPILER = {RTX: "pip install 'mingc[tensorrt]'", CLASSIC: "pip install 'mingc[tensorrt-classic]'"}
 COMPILERS = {RTX: "torch-tensorrt-rtx", CLASSIC: "torch-tensorrt"}
 """The distribution of torch-tensorrt for each library; both have the package `torch_tensorrt`."""
 
+_EXTRAS = {RTX: "tensorrt", CLASSIC: "tensorrt-classic"}
 # The distribution `tensorrt-rtx` only renames the module of the distribution with the bindings. Its folder `plugin`
 # imports a module that version 1.4 lacks, so torch-tensorrt can be imported over the bindings alone.
 _MODULES = {RTX: ("tensorrt_rtx_bindings", "tensorrt_rtx"), CLASSIC: ("tensorrt",)}
-_RTX_BINDINGS = ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu12-bindings", "tensorrt-rtx")
-# The only release seen to run on GPUs that it does not list; 1.7 refuses to load plans there.
-_UNLISTED = "1.4"
-_PIN = " 'tensorrt-rtx==1.4.0.76'"
-_TORCH_OF_UNLISTED = ("2.11", "2.12")  # later torch-tensorrt requires 1.5 or later
+_BINDINGS = {RTX: ("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu12-bindings"), CLASSIC: ()}
+# TensorRT for RTX of each torch. torch-tensorrt 2.11 allows later ones, but cannot be imported with them.
+_RTX_OF_TORCH = {"2.11": "1.4", "2.12": "1.4", "2.13": "1.5"}
+_UNLISTED = "1.4"  # the only one seen to run on GPUs that it does not list; 1.7 refuses to load plans there
 
 
 def find_library() -> str | None:
@@ -41,34 +39,32 @@ def compiling_library() -> str | None:
     return next((name for name, each in COMPILERS.items() if _version(each) is not None), None)
 
 
-def compiler_problem(torch_release: str, unlisted: str | None) -> str | None:
-    """Why nothing can be compiled with torch-tensorrt here, with the `pip install`; None: the versions fit.
+def compiler_problem(library: str, torch_release: str, unlisted: str | None) -> str | None:
+    """Why nothing can be compiled for `library` here, with the `pip install`; None: the versions fit.
 
     Args:
         torch_release: as `2.11.0`.
         unlisted: compute capability of the GPU, as `9.0`, if TensorRT for RTX does not list it.
     """
     release = ".".join(torch_release.split(".")[:2])
-    library = compiling_library()
-    if library != CLASSIC and unlisted and release not in _TORCH_OF_UNLISTED:
+    install = f"'mingc[{_EXTRAS[library]}]' '{COMPILERS[library]}=={release}.*'"
+    wanted = _RTX_OF_TORCH.get(release, "") if library == RTX else ""
+    if wanted:
+        install += f" 'tensorrt-rtx=={wanted}.*'"
+    if library == RTX and unlisted and wanted != _UNLISTED:
+        others = [torch for torch, each in _RTX_OF_TORCH.items() if each == _UNLISTED]
         return (
-            f"on a GPU of compute capability {unlisted} {TITLES[RTX]} runs in version {_UNLISTED} only, and "
-            f"torch-tensorrt takes that with torch {' or '.join(_TORCH_OF_UNLISTED)}, here is {torch_release}: "
-            f"pip install 'torch==2.11.*' {INSTALL_COMPILER[RTX].removeprefix('pip install ')}{_PIN}"
+            f"on a GPU of compute capability {unlisted} only {TITLES[RTX]} {_UNLISTED} runs, which needs torch "
+            f"{' or '.join(others)}, here is {torch_release}: pip install 'torch=={others[0]}.*' "
+            f"'mingc[{_EXTRAS[RTX]}]' 'tensorrt-rtx=={_UNLISTED}.*'"
         )
-    install = f"{INSTALL_COMPILER[library or RTX]} '{COMPILERS[library or RTX]}=={release}.*'"
-    if library != CLASSIC and unlisted:
-        install += _PIN
-    if library is None:
-        return f"needs {COMPILERS[RTX]}, not installed: {install}"
-    compiler = str(_version(COMPILERS[library]))
-    if not compiler.startswith(f"{release}."):
-        return f"{COMPILERS[library]} {compiler} is for another torch than {torch_release}: {install}"
-    if _module_name(library) is None:
-        return f"needs {DISTRIBUTIONS[library]}, not installed: {install}"
-    found = next(filter(None, map(_version, _RTX_BINDINGS)), "")
-    if library == RTX and unlisted and not found.startswith(f"{_UNLISTED}."):
-        return f"{TITLES[RTX]} {found} does not run on a GPU of compute capability {unlisted}: {install}"
+    compiler, own = COMPILERS[library], DISTRIBUTIONS[library]
+    bindings = next(filter(None, map(_version, (*_BINDINGS[library], own))), None)
+    for name, found, number in ((compiler, _version(compiler), release), (own, bindings, wanted)):
+        if found is None:
+            return f"needs {name}, not installed: pip install {install}"
+        if number and not found.startswith(f"{number}."):
+            return f"{name} {found} does not fit torch {torch_release}: pip install {install}"
     return None
 
 

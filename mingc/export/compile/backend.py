@@ -26,12 +26,14 @@ class Backend(ABC):
         name: also the name of its file or entry point, and of the loader in the runtime.
         suffix: suffix of engine files, with the dot.
         takes_kernels: whether it compiles mingc's own GPU kernels; others get graphs of plain torch operators.
+        may_crash: whether its engines are compiled and checked in processes of their own.
         pool_dims: sizes of dims without buckets that a graph is traced at; the others stay dynamic.
     """
 
     name: str
     suffix: str
     takes_kernels: bool = True
+    may_crash: bool = False
     pool_dims: Mapping[str, int] = MappingProxyType({})
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:

@@ -6,19 +6,39 @@ one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mingc.artifacts.artifact import write_failure
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 # Engines only: timings of kernels are small, and measuring them again takes a GPU minutes.
 _ENGINE = re.compile(r"[0-9a-f]{64}\.\w+")
+
+
+def program_digest(program: torch.export.ExportedProgram) -> Any:
+    """sha256, to be updated, of a graph with its shapes and the constants in it."""
+    import torch
+
+    # Stack traces name files and lines of this checkout: they change without changing the engine.
+    digest = hashlib.sha256(re.sub(r"#.*", "", str(program)).encode())
+    digest.update(torch.__version__.encode())
+    for name, value in sorted(program.constants.items()):
+        is_tensor = isinstance(value, torch.Tensor)
+        digest.update(f"\0{name}\0{value.dtype}".encode() if is_tensor else repr(value).encode())
+        if is_tensor:
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest
 
 
 def take(kept: Path, path: Path) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-import re
 import tempfile
 import time
 import zipfile
@@ -19,7 +17,7 @@ from torch import nn
 
 from mingc.artifacts.target import is_rtx
 from mingc.export.compile.backend import Backend
-from mingc.export.compile.engine_cache import keep
+from mingc.export.compile.engine_cache import keep, program_digest
 from mingc.export.stage import GraphDef
 from mingc.host.onnx_library import INSTALL, INSTALL_CUDA, MODULE, has_cuda_provider
 
@@ -98,15 +96,8 @@ class OnnxBackend(Backend):
 
 def _key(program: torch.export.ExportedProgram) -> str:
     """sha256 of everything that affects a model: graph with shapes, its constants, versions, and the translation."""
-    # Stack traces name files and lines of this checkout: they change without changing the model.
-    digest = hashlib.sha256(re.sub(r"#.*", "", str(program)).encode())
-    for name, value in sorted(program.constants.items()):
-        digest.update(
-            f"\0{name}\0{value.dtype}".encode() if isinstance(value, torch.Tensor) else repr(value).encode()
-        )
-        if isinstance(value, torch.Tensor):
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    for package in ("torch", "onnx", "onnxscript"):
+    digest = program_digest(program)
+    for package in ("onnx", "onnxscript"):
         digest.update(f"\0{package} {version(package)}".encode())
     digest.update((Path(__file__).parents[1] / "onnx_program.py").read_bytes())
     return digest.hexdigest()

@@ -1,13 +1,11 @@
-"""TensorRT backend: plans for NVIDIA GPUs, with the weights outside.
+"""TensorRT backend: plans for NVIDIA GPUs by torch-tensorrt, with the weights outside.
 
-For `cuda`, the GPU of this machine, torch-tensorrt converts the graph, and there is a plan for each bucket, as with
-AOTInductor; its states hold the rows of a batch. For RTX cards, such as `rtx:sm89`, one plan for every size is built
-from an ONNX model, on any machine, also without a GPU.
+There is a plan for each bucket, as with AOTInductor; its states hold the rows of a batch. Plans for RTX cards, such as
+`rtx:sm89`, are built on any machine, also without a GPU.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,28 +14,16 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from mingc.artifacts.target import RTX_CAPABILITIES, is_rtx
+from mingc.artifacts.target import RTX_CAPABILITIES, is_rtx, rtx_capabilities, sm_name
 from mingc.artifacts.tensorrt_engine import SUFFIX
 from mingc.export.compile.backend import Backend
 from mingc.export.stage import GraphDef
 from mingc.host.machine import gpu
-from mingc.host.tensorrt_library import (
-    INSTALL_FOR_CARDS,
-    RTX,
-    compiler_problem,
-    compiling_library,
-    find_library,
-)
-
-_PACKAGES = (
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-)  # for RTX cards; ONNX Runtime checks what no card here can run
+from mingc.host.tensorrt_library import RTX, TITLES, compiler_problem, compiling_library, import_library
 
 
 class TensorRtBackend(Backend):
-    """torch-tensorrt, or for RTX cards `torch.onnx` and TensorRT's ONNX parser; then TensorRT's builder.
+    """torch-tensorrt, then TensorRT's builder.
 
     `slots` is the index of the input that `GraphDef.slots` names, if the engine's states hold the rows of a batch.
     """
@@ -45,13 +31,14 @@ class TensorRtBackend(Backend):
     name = "tensorrt"
     suffix = SUFFIX
     takes_kernels = False
+    may_crash = True
 
     def __init__(self, slots: int | None = None, pool_dims: Mapping[str, int] = MappingProxyType({})) -> None:
         self._slots, self.pool_dims = slots, pool_dims
 
     def for_graph(self, plan: GraphDef, sizes: Mapping[str, int] | None, device: str) -> Backend:
         # TensorRT for RTX 1.4, which runs on an H200, crashes at a state with a dynamic dim, here the pool's.
-        if device != "cuda" or plan.slots is None:
+        if plan.slots is None:
             return self
         inputs = [each.name for each in plan.spec.inputs]
         (count,) = plan.spec.inputs[inputs.index(plan.slots)].shape
@@ -64,20 +51,19 @@ class TensorRtBackend(Backend):
             return (
                 "TensorRT engines are for NVIDIA GPUs; use --target cuda or, for RTX cards, --target rtx:sm89"
             )
-        if target == "cuda":
-            here = gpu().capability if torch.cuda.is_available() else None
-            unlisted = None if here is None or here in RTX_CAPABILITIES else "{}.{}".format(*here)
-            return compiler_problem(torch.__version__.split("+")[0], unlisted)
-        absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        if find_library() != RTX:
-            absent.append("tensorrt-rtx")
-        if absent:
-            return f"needs {', '.join(absent)}, not installed: {INSTALL_FOR_CARDS}"
-        if dtype != "float32":
-            return f"ONNX Runtime's CPU kernels, which check engines for RTX cards, lack {dtype}; use --dtype float32"
-        from mingc.export.compile.tensorrt_program import rtx_problem
-
-        return rtx_problem(target)
+        here = gpu().capability if target == "cuda" and torch.cuda.is_available() else None
+        unlisted = None if here is None or here in RTX_CAPABILITIES else "{}.{}".format(*here)
+        library = RTX if is_rtx(target) else compiling_library() or RTX
+        problem = compiler_problem(library, torch.__version__.split("+")[0], unlisted)
+        if problem is not None or not is_rtx(target):
+            return problem
+        try:
+            names = [sm_name(each) for each in rtx_capabilities(target) or ()]
+        except ValueError:
+            return None  # the recipe reports it
+        trt = import_library(RTX)
+        absent = [name for name in names if not hasattr(trt.ComputeCapability, name.upper())]
+        return f"{TITLES[RTX]} {trt.__version__} cannot build for {', '.join(absent)}" if absent else None
 
     def check_graph(
         self,

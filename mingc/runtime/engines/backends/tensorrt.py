@@ -1,24 +1,25 @@
 """TensorRT plans on a CUDA device, over the memory of torch's tensors.
 
 State is an input and an output: the plan writes the new state to a new tensor, which is copied over the old one, so
-that nothing depends on the order in which TensorRT reads and writes. A plan for CUDA takes the states of a batch: this
-module copies their rows out of the pools and back, because version 1.4 crashes at a state with a dynamic dim. Weights
-are inputs as well, bound once: all engines of a stage share them.
+that nothing depends on the order in which TensorRT reads and writes. A plan takes the states of a batch: this module
+copies their rows out of the pools and back, because version 1.4 crashes at a state with a dynamic dim. Weights are
+inputs as well, bound once: all engines of a stage share them.
 
-On a CPU an engine for RTX cards runs the ONNX model that it holds: an export without a GPU checks it that way. A server
+On a CPU torch runs the program that an engine for RTX cards holds: an export without a GPU checks it that way. A server
 never does, because the artifact is for CUDA.
 """
 
 from __future__ import annotations
 
-import tempfile
+import io
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine
+from mingc.artifacts.tensorrt_engine import EngineHeader, read_engine
 from mingc.errors import ArtifactError, WorkerError
 from mingc.host.machine import gpu
 from mingc.host.tensorrt_library import (
@@ -33,26 +34,64 @@ from mingc.host.tensorrt_library import (
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."  # names of weights in the plan begin with it
-_Shapes = tuple[tuple[int, ...], ...]
 
 
-class _Context:
-    """An execution context for one set of input shapes; torch's allocator provides its memory."""
+class _Stateful(Engine):
+    """Writes new states over the old ones, or over their rows."""
 
-    def __init__(
-        self, trt: Any, engine: Any, names: Sequence[str], shapes: _Shapes, device: torch.device
-    ) -> None:
-        self.context = _create_context(trt, engine)
-        for name, shape in zip(names, shapes, strict=True):
-            if not self.context.set_input_shape(name, shape):
-                raise WorkerError(f"TensorRT refuses the shape {list(shape)} of {name}")
-        # Allocate for the maximum shapes: TensorRT 1.4 cannot report the size for actual shapes.
-        size = int(engine.device_memory_size_v2)
-        self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-        self.context.set_device_memory(self._memory.data_ptr(), size)
+    _header: EngineHeader
+
+    @abstractmethod
+    def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns outputs, then updated states in new tensors."""
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        count = len(self._header.outputs) - len(self._header.state)
+        if self._header.slots is None:
+            values = self._execute(tensors)
+            for index, value in zip(self._header.state, values[count:], strict=True):
+                tensors[index].copy_(value)
+            return values[:count]
+        slots = tensors[self._header.slots]
+        rows = torch.cat((slots.new_zeros(1), slots))
+        own = list(tensors)
+        own[self._header.slots] = torch.arange(1, len(rows), dtype=slots.dtype, device=slots.device)
+        for index in self._header.state:
+            own[index] = tensors[index].index_select(0, rows)
+        values = self._execute(own)
+        for index, value in zip(self._header.state, values[count:], strict=True):
+            tensors[index].index_copy_(0, slots, value[1:])
+            # Padding of `slots` is row 0 as well, with unchanged copies: the row itself is written last.
+            tensors[index][0] = value[0]
+        return values[:count]
 
 
-class TensorRtEngine(Engine):
+class _Program(_Stateful):
+    """The program of an engine for RTX cards, run by torch on a CPU."""
+
+    def __init__(self, path: Path) -> None:
+        file = read_engine(path)
+        if not file.program:
+            raise ArtifactError(
+                f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
+                where=str(path),
+                fix="run it on such a GPU, or export again with --target cpu",
+            )
+        self._header, self._weights = file.header, list[torch.Tensor]()
+        self._module = torch.export.load(io.BytesIO(file.program)).module()
+
+    def constants(self) -> Sequence[str]:
+        return self._header.weights
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = [weights[name] for name in self._header.weights]
+
+    def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(self._module(*tensors, *self._weights))
+
+
+class TensorRtEngine(_Stateful):
     """One serialized plan."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -75,86 +114,48 @@ class TensorRtEngine(Engine):
         held = {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
         self._inputs = [(index, name) for index, name in enumerate(file.header.inputs) if name in held]
         self._outputs = [
-            (name, _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)))
+            (
+                name,
+                tuple(self._engine.get_tensor_shape(name)),
+                _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)),
+            )
             for name in file.header.outputs
         ]
         self._weights = [name for name in file.header.weights if f"{_PREFIX}{name}" in held]
         self._kept: dict[str, torch.Tensor] = {}
-        self._contexts: dict[_Shapes, _Context] = {}
+        self._context: Any = None
 
     def constants(self) -> Sequence[str]:
         return self._weights
 
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._kept = {f"{_PREFIX}{name}": weights[name].contiguous() for name in self._weights}
-        for each in self._contexts.values():
-            self._bind_weights(each.context)
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        count = len(self._outputs) - len(self._header.state)
-        if self._header.slots is None:
-            values = self._execute(tensors)
-            for index, value in zip(self._header.state, values[count:], strict=True):
-                tensors[index].copy_(value)
-            return values[:count]
-        slots = tensors[self._header.slots]
-        rows = torch.cat((slots.new_zeros(1), slots))
-        own = list(tensors)
-        own[self._header.slots] = torch.arange(1, len(rows), dtype=slots.dtype, device=slots.device)
-        for index in self._header.state:
-            own[index] = tensors[index].index_select(0, rows)
-        values = self._execute(own)
-        for index, value in zip(self._header.state, values[count:], strict=True):
-            tensors[index].index_copy_(0, slots, value[1:])
-            # Padding of `slots` is row 0 as well, with unchanged copies: the row itself is written last.
-            tensors[index][0] = value[0]
-        return values[:count]
+        self._context = None
 
     def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns outputs, then updated states in new tensors."""
-        given = [tensor.contiguous() for tensor in tensors]
-        shapes = tuple(tuple(given[index].shape) for index, _ in self._inputs)
-        context = self._context(shapes)
-        for index, name in self._inputs:
-            context.set_tensor_address(name, given[index].data_ptr())
-        values = []
-        for name, dtype in self._outputs:
-            value = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype, device=self._device)
-            context.set_tensor_address(name, value.data_ptr())
-            values.append(value)
+        context = self._context = self._context or self._open()
+        given = [(name, tensors[index].contiguous()) for index, name in self._inputs]
+        values = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in self._outputs]
+        made = zip((name for name, *_ in self._outputs), values, strict=True)
+        for name, tensor in (*given, *made):
+            context.set_tensor_address(name, tensor.data_ptr())
         if not context.execute_async_v3(torch.cuda.current_stream(self._device).cuda_stream):
             raise WorkerError(
                 f"TensorRT could not run the engine: {'; '.join(self._messages[-3:])}", where=str(self._path)
             )
         return values
 
-    def _context(self, shapes: _Shapes) -> Any:
-        found = self._contexts.get(shapes)
-        if found is None:
-            names = [name for _, name in self._inputs]
-            found = self._contexts[shapes] = _Context(self._trt, self._engine, names, shapes, self._device)
-            self._bind_weights(found.context)
-        return found.context
-
-    def _bind_weights(self, context: Any) -> None:
+    def _open(self) -> Any:
+        """An execution context in memory of torch's allocator, with the weights; it is made when it is needed."""
+        context = self._engine.create_execution_context(
+            self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        )
+        size = int(self._engine.device_memory_size_v2)
+        self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+        context.set_device_memory(self._memory.data_ptr(), size)
         for name, weight in self._kept.items():
             context.set_tensor_address(name, weight.data_ptr())
-
-
-def _load_model(file: EngineFile, path: Path) -> Engine:
-    """The ONNX model of an engine for RTX cards, run by ONNX Runtime on a CPU."""
-    from mingc.runtime.engines.backends.onnx import load as load_model
-
-    if not file.model:
-        raise ArtifactError(
-            f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
-            where=str(path),
-            fix="run it on such a GPU, or export again with --target cpu",
-        )
-    with tempfile.NamedTemporaryFile(suffix=".onnx") as copy:
-        copy.write(file.model)
-        copy.flush()
-        return load_model(Path(copy.name), torch.device("cpu"))
+        return context
 
 
 def _import(header: EngineHeader, path: Path) -> Any:
@@ -196,20 +197,6 @@ def _listed(header: EngineHeader) -> str:
     return " or ".join(header.capabilities)
 
 
-def _create_context(trt: Any, engine: Any) -> Any:
-    """A context whose memory the caller provides, and whose kernels are compiled before its first run ends."""
-    strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-    if not hasattr(engine, "create_runtime_config") or not hasattr(
-        trt, "DynamicShapesKernelSpecializationStrategy"
-    ):
-        return engine.create_execution_context(strategy)
-    config = engine.create_runtime_config()
-    config.set_execution_context_allocation_strategy(strategy)
-    # Otherwise TensorRT compiles kernels for the actual sizes in the background, while a CUDA graph is captured.
-    config.dynamic_shapes_kernel_specialization_strategy = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-    return engine.create_execution_context(config)
-
-
 def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
     return {
         trt.DataType.FLOAT: torch.float32,
@@ -232,6 +219,4 @@ def unavailable(device: str) -> tuple[str, str] | None:
 
 def load(path: Path, device: torch.device) -> Engine:
     """The engine at `path`, without weights yet."""
-    if device.type == "cpu":
-        return _load_model(read_engine(path), path)
-    return TensorRtEngine(path, device)
+    return _Program(path) if device.type == "cpu" else TensorRtEngine(path, device)
