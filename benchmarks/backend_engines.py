@@ -10,8 +10,7 @@ Parts, in the order given:
 `auto`      `export --backend auto` of the speech stages of the tiny checkpoint, with the times it chose from.
 
 Every slow step is a process with its own limit, so that a step that fails, crashes or hangs leaves the others. After
-each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched,
-but `--keep-attention` lets torch-tensorrt convert attention instead of matrix products and a softmax.
+each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched.
 
 `--target cpu --backend onnx` rehearses all of it without a GPU; its times say nothing. `--dry-run` makes what a backend
 builds from, of the part `released` on a CPU, and nothing else.
@@ -192,9 +191,7 @@ def load_case(case: Case, folder: Path, device: str, dtype: Any) -> tuple[Any, A
     return stage_name, plan, load_module(stage, checkpoint, dtype, device)
 
 
-def build(
-    case: Case, folder: Path, backend_name: str, target: str, *, dry: bool, keeps_attention: bool = False
-) -> dict[str, Any]:
+def build(case: Case, folder: Path, backend_name: str, target: str, *, dry: bool) -> dict[str, Any]:
     """Build one engine of a case as an export does; with `dry` only what it is built from, on a CPU."""
     import torch
 
@@ -202,8 +199,6 @@ def build(
     from mingc.export.compile.backends import find_backend
     from mingc.export.compile.onnx_program import to_onnx
     from mingc.export.compile.trace import trace_graph
-
-    tensorrt_program.DECOMPOSES_ATTENTION = not keeps_attention
 
     device = "cpu" if dry else target
     started = time.perf_counter()
@@ -465,7 +460,6 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
             words += ["--sizes", str(given.sizes), "--backend", name, "--target", given.target]
             words += ["--dtype", given.dtype]
             words += ["--dry-run"] if given.dry_run else []
-            words += ["--keep-attention"] if given.keep_attention else []
             limit = min(given.build_limit, end - measuring_s - time.monotonic())
             label = f"build-{case.name}.{name}"
             started = driver.start(label, driver.part(*words), limit, case.environment)
@@ -620,7 +614,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="commit that is measured, where this is no git checkout")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mingc-backend-engines"), help="scratch")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--keep-attention", action="store_true")
     for name in ("--part", "--case"):  # of the processes that this one starts
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -641,8 +634,7 @@ def main() -> None:
     (case,) = [each for each in every if each.name == given.case]
     if given.part == "build":
         name = f"build-{case.name}.{given.backend}"
-        words = {"dry": given.dry_run, "keeps_attention": given.keep_attention}
-        found = build(case, given.folder, given.backend, given.target, **words)
+        found = build(case, given.folder, given.backend, given.target, dry=given.dry_run)
     else:
         name = f"measure-{case.name}"
         found = measure(case, given.folder, tuple(given.backend.split(",")), given.target)

@@ -32,14 +32,12 @@ def build_plan(
     inputs: Sequence[str],
     library: str,
     cards: Sequence[Capability] | None,
-    decomposes_attention: bool,
 ) -> bytes:
     """The serialized plan of `program`, which is changed.
 
     Args:
         inputs: names for the inputs of the plan.
         cards: what the plan is for; None: the GPU of this machine.
-        decomposes_attention: whether matrix products and a softmax replace attention before it is converted.
 
     Raises: RefusedError.
     """
@@ -53,7 +51,7 @@ def build_plan(
     logging.getLogger().addHandler(handler)
     try:
         with _driver_of(cards):
-            interpreter = _convert(program, decomposes_attention)
+            interpreter = _convert(program)
         network, builder = interpreter.ctx.net, interpreter.builder
         found = (network.num_inputs, network.num_outputs)
         wanted = (len(inputs), len(program.graph_signature.output_specs))
@@ -102,7 +100,7 @@ def _driver_of(cards: Sequence[Capability] | None) -> Iterator[None]:
         yield
 
 
-def _convert(program: torch.export.ExportedProgram, decomposes_attention: bool) -> Any:
+def _convert(program: torch.export.ExportedProgram) -> Any:
     """torch-tensorrt's interpreter with the network of `program`."""
     import torch_tensorrt
     from torch_tensorrt import dtype as dtypes
@@ -128,10 +126,10 @@ def _convert(program: torch.export.ExportedProgram, decomposes_attention: bool) 
     settings = CompilationSettings(
         use_explicit_typing=True,  # precisions are those of the graph
         disable_tf32=True,
-        decompose_attention=decomposes_attention,
         attn_bias_is_causal=False,
     )
-    operators = get_decompositions(False, decomposes_attention)
+    operators = get_decompositions()
+    operators[torch.ops.aten.scaled_dot_product_attention.default] = attend
     operators[torch.ops.aten.index_put.default] = write_rows
     operators[torch.ops.aten.constant_pad_nd.default] = pad
     lowered = pre_export_lowering(program, settings).run_decompositions(operators)
@@ -148,6 +146,33 @@ def _convert(program: torch.export.ExportedProgram, decomposes_attention: bool) 
     with patch.object(condition, "promote_trt_tensors_to_same_dtype", lambda ctx, x, y, name: (x, y)):
         interpreter._construct_trt_network_def()
     return interpreter
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention` as products and a softmax in float32, with finite scores where it is masked.
+
+    torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a CUDA kernel;
+    its own decomposition adds infinities to scores in the graph's dtype.
+    """
+    if enable_gqa:
+        return NotImplemented  # type: ignore[no-any-return]
+    scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = torch.matmul(scaled, key.transpose(-2, -1)).float()
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = torch.where(mask, scores, -1e30) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
 
 
 def write_rows(

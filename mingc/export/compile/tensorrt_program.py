@@ -37,9 +37,6 @@ FIX = (
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
 _MAX_SCORE_BYTES = 16 << 30
-# torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a CUDA
-# kernel, so a program traced on a CPU would have none. TensorRT itself fuses products and softmax.
-DECOMPOSES_ATTENTION = True
 _FOURIER = ("_fft_", "fft_", "stft", "istft")
 _NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
 
@@ -128,7 +125,7 @@ def build_engine_file(
     capabilities = cards if cards is not None else (gpu().capability,)
     release, compiler = import_library(library).__version__, version(COMPILERS[library])
     digest = program_digest(program)
-    digest.update(repr((library, release, compiler, capabilities, slots, DECOMPOSES_ATTENTION)).encode())
+    digest.update(repr((library, release, compiler, capabilities, slots)).encode())
     for name in ("tensorrt_builder.py", "tensorrt_program.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     kept = cache / f"{digest.hexdigest()}{path.suffix}" if cache else None
@@ -139,7 +136,7 @@ def build_engine_file(
     if cards is not None:
         torch.export.save(pure, carried)
     try:
-        plan = build_plan(pure, (*inputs, *weights), library, cards, DECOMPOSES_ATTENTION)
+        plan = build_plan(pure, (*inputs, *weights), library, cards)
     except RefusedError as error:
         raise CompileError(
             f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {error}",
