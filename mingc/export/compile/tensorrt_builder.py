@@ -44,9 +44,7 @@ def build_plan(
     trt, log = import_library(library), io.StringIO()
     if library == RTX:
         sys.modules["tensorrt_rtx"] = trt  # what torch-tensorrt imports
-    handler = logging.StreamHandler(
-        log
-    )  # torch-tensorrt logs TensorRT's errors, and warns of what it could import
+    handler = logging.StreamHandler(log)  # for TensorRT's errors; without it, import warnings go to stderr
     handler.setLevel(logging.ERROR)
     logging.getLogger().addHandler(handler)
     try:
@@ -123,11 +121,8 @@ def _convert(program: torch.export.ExportedProgram) -> Any:
     for node in program.graph.nodes:
         if node.target is torch.ops.aten.view.default:  # what replaces attention has other strides
             node.target = torch.ops.aten.reshape.default
-    settings = CompilationSettings(
-        use_explicit_typing=True,  # precisions are those of the graph
-        disable_tf32=True,
-        attn_bias_is_causal=False,
-    )
+    settings = CompilationSettings(disable_tf32=True, attn_bias_is_causal=False)
+    settings.use_explicit_typing = True  # precisions are those of the graph; 2.13 has no other networks
     operators = get_decompositions()
     operators[torch.ops.aten.scaled_dot_product_attention.default] = attend
     operators[torch.ops.aten.index_put.default] = write_rows
@@ -142,7 +137,7 @@ def _convert(program: torch.export.ExportedProgram) -> Any:
         output_dtypes=[node.meta["val"].dtype for node in output.args[0]],
         compilation_settings=settings,
     )
-    # Its `where` (2.11) casts bfloat16 and int64 to int32. In a lowered graph both operands have one dtype already.
+    # Its `where` (2.11 to 2.13) casts bfloat16 and int64 to int32. Both operands have one dtype already.
     with patch.object(condition, "promote_trt_tensors_to_same_dtype", lambda ctx, x, y, name: (x, y)):
         interpreter._construct_trt_network_def()
     return interpreter
