@@ -37,6 +37,7 @@ from mingc.export.assets.voices import (
 from mingc.export.autotune.tuning import autotune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_model import EagerModel
+from mingc.export.compile.backends import find_backend
 from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
@@ -123,7 +124,12 @@ def run(
             tokenizers=copied,
             speaker_network=copy_speaker_network(checkpoint, folder) if has_speech else None,
             voices=(),
-            notes=(*notes, *refusal_notes(schedule.results), *_target_notes(recipe.target)),
+            notes=(
+                *notes,
+                *refusal_notes(schedule.results),
+                *state_notes(schedule.results),
+                *_target_notes(recipe.target),
+            ),
             files={},
         )
         manifest = _with_voices(plan, folder, manifest, recorded, open_voices, step)
@@ -319,6 +325,17 @@ def refusal_notes(results: Sequence[GraphResult]) -> list[str]:
     return [
         f"{backend} was not used for {', '.join(names)}: {line}" for (backend, line), names in graphs.items()
     ]
+
+
+def state_notes(results: Sequence[GraphResult]) -> list[str]:
+    """Names the graphs whose engines do not update state in place."""
+    records = [(f"{each.stage}.{each.record.spec.name}", each.record) for each in results]
+    names = [
+        name
+        for name, record in records
+        if record.spec.state and any(find_backend(each).copies_state for each in record.backends)
+    ]
+    return [f"engines of {', '.join(names)} copy their state in every call"] if names else []
 
 
 def _target_notes(target: str) -> list[str]:

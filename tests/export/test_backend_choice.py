@@ -14,7 +14,7 @@ import torch
 from export_plans import plan_of
 from stage_checks import graph_of
 from torch import nn
-from worker_threads import worker_threads
+from worker_threads import WorkerThreads, worker_threads
 
 from mingc.artifacts.manifest import BackendRefusal, EngineRecord, EngineTiming, GraphRecord, Parity
 from mingc.artifacts.spec import Dim, GraphSpec, TensorSpec
@@ -342,6 +342,32 @@ def test_one_graph_is_timed_at_a_time_however_many_jobs_there_are(
     monkeypatch.setattr(schedule, "time_graph", time_alone)
     trial.run()
     assert most == [1, 1]
+
+
+def test_a_backend_that_may_crash_has_processes_of_its_own_and_its_copies_of_state_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]
+) -> None:
+    fragile = Fake("b")
+    fragile.may_crash = fragile.copies_state = True
+    install(Fake("aoti"), fragile)
+    alone: list[str] = []
+    real = WorkerThreads.submit_alone
+    monkeypatch.setattr(
+        WorkerThreads,
+        "submit_alone",
+        lambda self, where, *work: (alone.append(where), real(self, where, *work))[1],
+    )
+    (tmp_path / "b").mkdir()
+    (tmp_path / "aoti").mkdir()
+    for name, tasks in (("b", ["cfm.g", "cfm.h"] * 2), ("aoti", [])):
+        alone.clear()
+        found = Trial(tmp_path / name, monkeypatch, recipe(name)).run()
+        assert sorted(alone) == sorted(tasks), "compiled and checked"
+        state = (TensorSpec(name="k", dtype="float32", shape=(2,)),)
+        kept = replace(found["g"], spec=replace(found["g"].spec, state=state))
+        results = [GraphResult(stage="cfm", record=each, peak_rss_bytes=0) for each in (kept, found["h"])]
+        notes = ["engines of cfm.g copy their state in every call"] if name == "b" else []
+        assert export_run.state_notes(results) == notes
 
 
 def test_a_backend_that_cannot_compile_gives_way_with_its_reason(

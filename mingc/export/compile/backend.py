@@ -27,6 +27,7 @@ class Backend(ABC):
         suffix: suffix of engine files, with the dot.
         takes_kernels: whether it compiles mingc's own GPU kernels; others get graphs of plain torch operators.
         may_crash: whether its engines are compiled and checked in processes of their own.
+        copies_state: whether its engines compute new state beside the old one, which their loader copies.
         pool_dims: sizes of dims without buckets that a graph is traced at; the others stay dynamic.
     """
 
@@ -34,6 +35,7 @@ class Backend(ABC):
     suffix: str
     takes_kernels: bool = True
     may_crash: bool = False
+    copies_state: bool = False
     pool_dims: Mapping[str, int] = MappingProxyType({})
 
     def unsupported_reason(self, target: str, dtype: str) -> str | None:

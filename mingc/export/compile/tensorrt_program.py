@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,71 +37,39 @@ FIX = (
 # TensorRT for RTX 1.4 holds the scores of an attention with a mask in memory, in float32: the vision encoder of the
 # tiny checkpoint asked for 64 GiB at its largest image.
 _MAX_SCORE_BYTES = 16 << 30
-_FOURIER = ("_fft_", "fft_", "stft", "istft")
-_NARROW = (torch.bfloat16,)  # TensorRT for RTX 1.7 refuses a transposed convolution of these
 
 
 def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], where: str) -> None:
     """Raises: CompileError when the traced graph shows that TensorRT cannot take it.
 
-    `names` name the first inputs in errors; the other inputs are weights.
-    It finds sizes that vary (pages of a pool), Fourier transforms, transposed convolutions in bfloat16, operators of
-    libraries other than torch, gathers of large weights, and masks of more attention scores than a GPU can hold. Other
-    problems are found when the plan is built.
+    It finds sizes that vary (pages of a pool), operators of libraries other than torch, gathers of large weights, and
+    masks of more attention scores than a GPU can hold. Other problems are found when the plan is built. `names` name
+    the first inputs in errors; the other inputs are weights.
     """
     refuse_large_gathers(program, where)
-    inputs = program.graph_signature.user_inputs
-    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
-    problems = [
-        f"{name} has no fixed shape ({', '.join(map(str, values[each].shape))}), and a TensorRT plan has one size, "
-        "so it cannot hold pages of a pool"
-        for name, each in zip((*names, *inputs[len(names) :]), inputs, strict=True)
-        if not all(isinstance(size, int) for size in values[each].shape)
-    ]
-    problems += filter(None, map(_node_problem, program.graph.nodes))
-    if problems:
-        raise CompileError(problems[0], where=where, fix=FIX)
+    called = dict(zip(program.graph_signature.user_inputs, names, strict=False))
+    for node in program.graph.nodes:
+        if (problem := _problem(node, called)) is not None:
+            raise CompileError(problem, where=where, fix=FIX)
 
 
-def _node_problem(node: torch.fx.Node) -> str | None:
-    """Why TensorRT does not support the operator of `node`; None when no reason is known."""
-    operator = node.target
-    if node.op != "call_function" or not isinstance(operator, torch._ops.OpOverload):
+def _problem(node: torch.fx.Node, names: Mapping[str, str]) -> str | None:
+    """Why TensorRT does not support `node`; None when no reason is known."""
+    value, operator = node.meta.get("val"), node.target
+    if node.op == "placeholder" and not all(isinstance(size, int) for size in getattr(value, "shape", ())):
+        shape = ", ".join(map(str, value.shape))
+        return f"{names[node.name]} ({shape}) grows with a pool, and a TensorRT plan has sizes of one bucket"
+    if not isinstance(operator, torch._ops.OpOverload):
         return None
-    space, _, name = operator._schema.name.partition("::")
-    if space == "aten" and name.startswith(_FOURIER):
-        return f"TensorRT has no Fourier transform ({name}); write it as a product with a matrix"
-    if name == "scaled_dot_product_attention":
-        size_bytes = _score_bytes(node)
-        if size_bytes > _MAX_SCORE_BYTES:
+    if operator is torch.ops.aten.scaled_dot_product_attention.default:
+        query, key, *others = (each for each in node.args if isinstance(each, torch.fx.Node))
+        size = 4 * math.prod((*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]))
+        if len(others) > 1 and size > _MAX_SCORE_BYTES:
             return (
-                f"an attention has up to {size_bytes >> 30} GiB of scores, which TensorRT holds in memory (limit "
+                f"an attention has up to {size >> 30} GiB of scores, which TensorRT holds in memory (limit "
                 f"{_MAX_SCORE_BYTES >> 30} GiB)"
             )
-    if "conv" in name and _is_transposed(node) and node.meta["val"].dtype in _NARROW:
-        return f"TensorRT for RTX has no transposed convolution in {str(node.meta['val'].dtype)[6:]}"
-    if not translates(operator):
-        return f"torch-tensorrt does not convert the operator {space}::{name}"
-    return None
-
-
-def _score_bytes(node: torch.fx.Node) -> int:
-    """Bytes of the scores of an attention with a mask, in float32.
-
-    Without a mask, TensorRT has kernels that do not store them.
-    """
-    query, key, *_ = (each.meta["val"] for each in node.args if isinstance(each, torch.fx.Node))
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    return 0 if mask is None else 4 * math.prod((*query.shape[:-1], key.shape[-2]))
-
-
-def _is_transposed(node: torch.fx.Node) -> bool:
-    operator = node.target
-    assert isinstance(operator, torch._ops.OpOverload)
-    if "transpose" in operator._schema.name:
-        return True
-    names = [each.name for each in operator._schema.arguments]
-    return "transposed" in names and bool(node.args[names.index("transposed")])
+    return None if translates(operator) else f"torch-tensorrt does not convert the operator {operator.name()}"
 
 
 def build_engine_file(

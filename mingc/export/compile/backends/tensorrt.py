@@ -32,6 +32,7 @@ class TensorRtBackend(Backend):
     suffix = SUFFIX
     takes_kernels = False
     may_crash = True
+    copies_state = True
 
     def __init__(self, slots: int | None = None, pool_dims: Mapping[str, int] = MappingProxyType({})) -> None:
         self._slots, self.pool_dims = slots, pool_dims
