@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from mingc.artifacts.target import Capability, sm_name
 from mingc.host.tensorrt_library import RTX, import_library
@@ -49,7 +50,7 @@ def build_plan(
     logging.getLogger().addHandler(handler)
     try:
         with _driver_of(cards):
-            interpreter = _convert(program)
+            interpreter = _convert(trt, program)
         network, builder = interpreter.ctx.net, interpreter.builder
         found = (network.num_inputs, network.num_outputs)
         wanted = (len(inputs), len(program.graph_signature.output_specs))
@@ -98,12 +99,13 @@ def _driver_of(cards: Sequence[Capability] | None) -> Iterator[None]:
         yield
 
 
-def _convert(program: torch.export.ExportedProgram) -> Any:
+def _convert(trt: Any, program: torch.export.ExportedProgram) -> Any:
     """torch-tensorrt's interpreter with the network of `program`."""
     import torch_tensorrt
     from torch_tensorrt import dtype as dtypes
     from torch_tensorrt.dynamo import CompilationSettings
-    from torch_tensorrt.dynamo.conversion import TRTInterpreter
+    from torch_tensorrt.dynamo.conversion import TRTInterpreter, dynamo_tensorrt_converter
+    from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
     from torch_tensorrt.dynamo.conversion.impl.condition import ops as condition
     from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering, pre_export_lowering
 
@@ -117,6 +119,15 @@ def _convert(program: torch.export.ExportedProgram) -> Any:
                 if found != (wanted.dtype, tuple(wanted.shape)):
                     raise RefusedError(f"{n.target} became {found} of {wanted.dtype, tuple(wanted.shape)}")
             return made
+
+    @dynamo_tensorrt_converter(torch.ops.mingc_tensorrt.attention.default)  # type: ignore[untyped-decorator]
+    def convert_attention(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+        *operands, mask, is_causal = args
+        layer = ctx.net.add_attention(*operands, trt.AttentionNormalizationOp.SOFTMAX, is_causal)
+        layer.decomposable = True  # it has kernels for half precision and usual head sizes only
+        if mask is not None:
+            layer.mask = get_trt_tensor(ctx, mask, f"{name}_mask")
+        return layer.get_output(0)
 
     for node in program.graph.nodes:
         if node.target is torch.ops.aten.view.default:  # what replaces attention has other strides
@@ -143,10 +154,21 @@ def _convert(program: torch.export.ExportedProgram) -> Any:
     return interpreter
 
 
+@torch.library.custom_op("mingc_tensorrt::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """TensorRT's attention, which does not scale: tensors of four dims, a mask with a row for each query."""
+    return scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=1.0).contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -154,20 +176,19 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`aten.scaled_dot_product_attention` as products and a softmax in float32, with finite scores where it is masked.
+    """`aten.scaled_dot_product_attention` as TensorRT's.
 
-    torch-tensorrt (2.11) converts an attention only if queries, keys and values have one shape and it is a CUDA kernel;
+    torch-tensorrt (2.11) converts only one whose queries, keys and values have one shape, and only from CUDA's kernels;
     its own decomposition adds infinities to scores in the graph's dtype.
     """
-    if enable_gqa:
+    if enable_gqa or q.dim() != 4:
         return NotImplemented  # type: ignore[no-any-return]
-    scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = torch.matmul(scaled, key.transpose(-2, -1)).float()
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
-        scores = torch.where(mask, scores, -1e30) if mask.dtype == torch.bool else scores + mask
-    return torch.matmul(scores.softmax(-1).to(value.dtype), value)
+        mask = mask.expand(*mask.shape[:-2], q.shape[-2], mask.shape[-1])
+        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    made: Tensor = attention(q, k, v, mask, is_causal)
+    return made
 
 
 def write_rows(
