@@ -329,7 +329,7 @@ def _support_rows() -> list[str]:
 
     lines = [
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
-        "`onnx`, CPU, released | `tensorrt`, RTX cards | `tensorrt`, H100 | `onnx`, H100 |",
+        "`onnx`, CPU, released | `tensorrt` from ONNX, RTX cards | `tensorrt` from ONNX, H100 | `onnx`, H100 |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for stage in _STAGES:

@@ -1,7 +1,6 @@
 """Engine files of TensorRT: a header that is checked before the library reads the plan, then the plan.
 
-A file is the magic, the length of the header (4 bytes, little endian), the header as JSON, the exported program
-or nothing, and the serialized plan.
+A file is the magic, the length of the header (4 bytes, little endian), the header as JSON, and the serialized plan.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class EngineHeader:
         state: for each new state the index of the input that it replaces.
         slots: index of the input that selects the rows of states. The plan takes only these rows, after row 0, which
             is padding; None: it takes whole states.
-        program_bytes, plan_bytes: sizes of the parts behind the header.
+        plan_bytes: size of the plan.
     """
 
     library: str
@@ -42,24 +41,22 @@ class EngineHeader:
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
     state: tuple[int, ...]
-    program_bytes: int
     plan_bytes: int
     slots: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFile:
-    """A whole engine file; `program` is what the plan was built from (torch.export.save), or empty."""
+    """A whole engine file."""
 
     header: EngineHeader
-    program: bytes
     plan: bytes
 
 
 def write_engine(path: Path, engine: EngineFile) -> None:
     """Write `engine`; equal engines give equal files."""
     header = json.dumps(encode(engine.header), sort_keys=True).encode()
-    path.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header + engine.program + engine.plan)
+    path.write_bytes(_MAGIC + _LENGTH.pack(len(header)) + header + engine.plan)
 
 
 def read_engine(path: Path) -> EngineFile:
@@ -75,13 +72,11 @@ def read_engine(path: Path) -> EngineFile:
         raise ArtifactError(
             f"the header of the engine is damaged: {type(error).__name__}: {error}", where=str(path), fix=_FIX
         ) from error
-    program_end = begin + length + header.program_bytes
-    if len(content) != program_end + header.plan_bytes:
+    plan = content[begin + length :]
+    if len(plan) != header.plan_bytes:
         raise ArtifactError(
-            f"the engine has {len(content)} bytes, its header states {program_end + header.plan_bytes}",
+            f"the plan of the engine has {len(plan)} bytes, its header states {header.plan_bytes}",
             where=str(path),
             fix=_FIX,
         )
-    return EngineFile(
-        header=header, program=content[begin + length : program_end], plan=content[program_end:]
-    )
+    return EngineFile(header=header, plan=plan)

@@ -37,9 +37,9 @@ _NEEDED_FOR = {  # by extra; "" is what every command needs
     "bundle": "bundle pack",
     "export": "export",
     "onnx": "export --backend onnx",
-    "tensorrt": "export --target cuda --backend tensorrt",
+    "tensorrt": "export --backend tensorrt",
     "tensorrt-classic": "export --target cuda --backend tensorrt, by classic TensorRT",
-    "tensorrt-runtime": "export for RTX cards, and engines of TensorRT",
+    "tensorrt-runtime": "engines of TensorRT",
 }
 _SAME_PACKAGE = {"onnxruntime": "onnxruntime-gpu"}  # both install the module `onnxruntime`
 _SEVERAL_RANKS = "serve --tp 2 and more"

@@ -251,6 +251,12 @@ class ExportRecipe:
         """Whether the backends of `stage` are timed; a backend that cannot build a graph is then skipped."""
         return self._backend_of(stage) == AUTO
 
+    def runs_alone(self, stage: str) -> bool:
+        """Whether each engine of `stage` is compiled and run in a process of its own, because that may crash."""
+        from mingc.export.compile.backends import find_backend
+
+        return self.is_measured(stage) or find_backend(self._backend_of(stage)).may_crash
+
     def unsupported(self) -> dict[str, str]:
         """Why backends cannot build for the target, by name."""
         return {name: reason for name, reason in self._reasons().items() if reason is not None}
@@ -271,6 +277,13 @@ class ExportRecipe:
         return {
             name: find_backend(name).unsupported_reason(self.target, self.dtype) for name in BACKENDS.names()
         }
+
+
+def copies_state(backend: str) -> bool:
+    """Whether engines of `backend` copy their state in every call."""
+    from mingc.export.compile.backends import find_backend
+
+    return find_backend(backend).copies_state
 
 
 def stage_options(recipe: ExportRecipe) -> StageOptions:

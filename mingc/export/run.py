@@ -37,10 +37,9 @@ from mingc.export.assets.voices import (
 from mingc.export.autotune.tuning import autotune
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.checks.eager_model import EagerModel
-from mingc.export.compile.backends import find_backend
 from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import peak_rss_bytes
-from mingc.export.recipe import ExportRecipe, first_shard, stage_options
+from mingc.export.recipe import ExportRecipe, copies_state, first_shard, stage_options
 from mingc.export.report import ExportReport, report_export
 from mingc.export.schedule import ReportStep, Schedule
 from mingc.export.stages import find
@@ -331,9 +330,7 @@ def state_notes(results: Sequence[GraphResult]) -> list[str]:
     """Names the graphs whose engines do not update state in place."""
     records = [(f"{each.stage}.{each.record.spec.name}", each.record) for each in results]
     names = [
-        name
-        for name, record in records
-        if record.spec.state and any(find_backend(each).copies_state for each in record.backends)
+        name for name, record in records if record.spec.state and any(map(copies_state, record.backends))
     ]
     return [f"engines of {', '.join(names)} copy their state in every call"] if names else []
 
@@ -342,9 +339,9 @@ def _target_notes(target: str) -> list[str]:
     if rtx_capabilities(target) is None:
         return []
     return [
-        f"engines for {target} were built without such a card: the programs that they were built from were compared "
-        "with float32 by torch on a CPU, the engines were not run; on an H200 a float32 plan had an "
-        "error of 1.2e-3, above the limit of mingc verify"
+        f"engines for {target} were built without such a card and did not run: in their place the modules that they "
+        "were built from were compared with float32; run mingc verify on a card (on an H200 a float32 plan had an "
+        "error of 1.2e-3, above its limit)"
     ]
 
 

@@ -22,7 +22,6 @@ from mingc.artifacts.manifest import (
     TunedKernel,
 )
 from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
-from mingc.export.compile.backends import find_backend
 from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import WorkerPool, ran_out_of_memory, result_of, submit, worker_pool
 from mingc.export.tasks.check_graph import GraphResult, Replay, check_graph
@@ -287,7 +286,7 @@ class Schedule:
         self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object
     ) -> Future[_T]:
         """Start `work` on a graph, alone in its process where its backend may be refused or crash."""
-        if self._recipe.is_measured(task.stage) or find_backend(task.backend).may_crash:
+        if self._recipe.runs_alone(task.stage):
             return pool.submit_alone(task.name, work, task, *arguments)
         return submit(pool, task.name, work, task, *arguments)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,6 @@ from mingc.artifacts.target import Capability, sm_name
 from mingc.host.tensorrt_library import RTX, import_library
 
 
-class RefusedError(Exception):
-    """torch-tensorrt or TensorRT refused a program; the message says why."""
-
-
 def build_plan(
     program: torch.export.ExportedProgram,
     inputs: Sequence[str],
@@ -40,7 +35,7 @@ def build_plan(
         inputs: names for the inputs of the plan.
         cards: what the plan is for; None: the GPU of this machine.
 
-    Raises: RefusedError.
+    Raises: whatever torch-tensorrt raises, with TensorRT's errors as notes.
     """
     trt, log = import_library(library), io.StringIO()
     if library == RTX:
@@ -55,7 +50,7 @@ def build_plan(
         found = (network.num_inputs, network.num_outputs)
         wanted = (len(inputs), len(program.graph_signature.output_specs))
         if found != wanted:  # two outputs that are one tensor
-            raise RefusedError(f"(inputs, outputs) became {found} of {wanted}")
+            raise ValueError(f"(inputs, outputs) became {found} of {wanted}")
         for index, name in enumerate(inputs):
             network.get_input(index).name = name
         config = builder.create_builder_config()
@@ -69,15 +64,12 @@ def build_plan(
                 config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
         plan = builder.build_serialized_network(network, config)
         if plan is None:
-            raise RefusedError("the builder returns no plan")
+            raise ValueError("the builder returns no plan")
         return bytes(plan)
-    except Exception as error:  # torch-tensorrt raises many kinds; all mean that there is no plan
-        reasons = [f"{type(error).__name__}: {error}", *log.getvalue().splitlines()]
-        # Without the library's source files, each once.
-        texts = [
-            re.sub(r"^(\[?[\w./]+\.(cpp|h)::?\S*\]?:?\s*)+", "", " ".join(each.split())) for each in reasons
-        ]
-        raise RefusedError("; ".join(dict.fromkeys(each[:600] for each in texts if each))) from error
+    except Exception as error:
+        for line in dict.fromkeys(log.getvalue().splitlines()):
+            error.add_note(line[:600])
+        raise
     finally:
         logging.getLogger().removeHandler(handler)
 
@@ -117,7 +109,7 @@ def _convert(trt: Any, program: torch.export.ExportedProgram) -> Any:
             if isinstance(wanted, Tensor) and hasattr(made, "dtype") and hasattr(made, "shape"):
                 found = dtypes._from(made.dtype).to(torch.dtype), tuple(made.shape)
                 if found != (wanted.dtype, tuple(wanted.shape)):
-                    raise RefusedError(f"{n.target} became {found} of {wanted.dtype, tuple(wanted.shape)}")
+                    raise ValueError(f"{n.target} became {found} of {wanted.dtype, tuple(wanted.shape)}")
             return made
 
     @dynamo_tensorrt_converter(torch.ops.mingc_tensorrt.attention.default)  # type: ignore[untyped-decorator]

@@ -6,9 +6,9 @@ weights, and the plan contains none.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,13 +20,8 @@ from mingc.artifacts.target import rtx_capabilities
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError
 from mingc.export.compile.engine_cache import keep, program_digest, take
-from mingc.export.compile.onnx_program import (
-    WEIGHT_PREFIX,
-    refuse_large_gathers,
-    to_functional,
-    translates,
-)
-from mingc.export.compile.tensorrt_builder import RefusedError, build_plan
+from mingc.export.compile.onnx_program import WEIGHT_PREFIX, refuse_large_gathers, to_functional, translates
+from mingc.export.compile.tensorrt_builder import build_plan
 from mingc.host.machine import gpu
 from mingc.host.tensorrt_library import COMPILERS, TITLES, import_library
 
@@ -84,8 +79,7 @@ def build_engine_file(
 ) -> bool:
     """Write the TensorRT engine of `program`. Returns whether it came from the cache.
 
-    For an RTX target the file also contains the program, with which a machine without the GPU checks it. `slots` is
-    the index of the input that selects the rows of states, if the program has the states of a batch.
+    `slots` is the index of the input that selects the rows of states, if the program has the states of a batch.
 
     Raises: CompileError when torch-tensorrt or TensorRT refuses the graph.
     """
@@ -97,17 +91,17 @@ def build_engine_file(
     for name in ("tensorrt_builder.py", "tensorrt_program.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     kept = cache / f"{digest.hexdigest()}{path.suffix}" if cache else None
-    if kept is not None and _is_whole(kept) and take(kept, path):
-        return True
+    if kept is not None and take(kept, path):
+        with suppress(ArtifactError):  # a damaged one is built again
+            read_engine(path)
+            return True
     inputs, weights, state, pure = without_weights(program, where)
-    carried = io.BytesIO()
-    if cards is not None:
-        torch.export.save(pure, carried)
     try:
         plan = build_plan(pure, (*inputs, *weights), library, cards)
-    except RefusedError as error:
+    except Exception as error:  # torch-tensorrt raises many kinds; all mean that there is no plan
+        reason = "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
         raise CompileError(
-            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {error}",
+            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {reason}",
             where=where,
             fix=FIX,
         ) from error
@@ -119,11 +113,10 @@ def build_engine_file(
         weights=tuple(name.removeprefix(WEIGHT_PREFIX) for name in weights),
         outputs=tuple(f"output{index}" for index in range(len(pure.graph_signature.output_specs))),
         state=state,
-        program_bytes=len(carried.getvalue()),
         plan_bytes=len(plan),
         slots=slots,
     )
-    write_engine(path, EngineFile(header=header, program=carried.getvalue(), plan=plan))
+    write_engine(path, EngineFile(header=header, plan=plan))
     if kept is not None:
         keep(path, kept)
     return False
@@ -166,11 +159,3 @@ def without_weights(
         )
     pure.example_inputs = None  # the weights are among them
     return tuple(functional.graph_signature.user_inputs), tuple(weights), tuple(written), pure
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        read_engine(path)
-    except (OSError, ArtifactError):
-        return False
-    return True

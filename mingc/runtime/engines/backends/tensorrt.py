@@ -4,15 +4,10 @@ State is an input and an output: the plan writes the new state to a new tensor, 
 that nothing depends on the order in which TensorRT reads and writes. A plan takes the states of a batch: this module
 copies their rows out of the pools and back, because version 1.4 crashes at a state with a dynamic dim. Weights are
 inputs as well, bound once: all engines of a stage share them.
-
-On a CPU torch runs the program that an engine for RTX cards holds: an export without a GPU checks it that way. A server
-never does, because the artifact is for CUDA.
 """
 
 from __future__ import annotations
 
-import io
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,14 +31,45 @@ from mingc.runtime.engines.base import Engine
 _PREFIX = "model."  # names of weights in the plan begin with it
 
 
-class _Stateful(Engine):
-    """Writes new states over the old ones, or over their rows."""
+class TensorRtEngine(Engine):
+    """One serialized plan."""
 
-    _header: EngineHeader
+    def __init__(self, path: Path, device: torch.device) -> None:
+        file = read_engine(path)
+        self._header, self._path, self._device = file.header, path, device
+        self._trt = _import(file.header, path)
+        _check_here(self._trt, file.header, path, device)
+        self._logger, self._messages = make_logger(self._trt)
+        self._runtime = self._trt.Runtime(self._logger)
+        with torch.cuda.device(device):
+            self._engine = self._runtime.deserialize_cuda_engine(file.plan)
+        if self._engine is None:
+            raise ArtifactError(
+                f"{TITLES[file.header.library]} {self._trt.__version__} refuses the engine: "
+                f"{'; '.join(self._messages) or 'no reason given'}",
+                where=str(path),
+                fix="run mingc verify --no-replay; if the files are whole, export again on this machine",
+            )
+        # The builder drops inputs that nothing reads.
+        held = {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
+        shapes = {name: tuple(self._engine.get_tensor_shape(name)) for name in held}
+        self._inputs = [
+            (index, name, shapes[name]) for index, name in enumerate(file.header.inputs) if name in held
+        ]
+        self._outputs = [
+            (name, shapes[name], _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)))
+            for name in file.header.outputs
+        ]
+        self._weights = [name for name in file.header.weights if f"{_PREFIX}{name}" in held]
+        self._kept: dict[str, torch.Tensor] = {}
+        self._context: Any = None
 
-    @abstractmethod
-    def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns outputs, then updated states in new tensors."""
+    def constants(self) -> Sequence[str]:
+        return self._weights
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._kept = {f"{_PREFIX}{name}": weights[name].contiguous() for name in self._weights}
+        self._context = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         count = len(self._header.outputs) - len(self._header.state)
@@ -65,76 +91,13 @@ class _Stateful(Engine):
             tensors[index][0] = value[0]
         return values[:count]
 
-
-class _Program(_Stateful):
-    """The program of an engine for RTX cards, run by torch on a CPU."""
-
-    def __init__(self, path: Path) -> None:
-        file = read_engine(path)
-        if not file.program:
-            raise ArtifactError(
-                f"the engine is for a GPU of compute capability {_listed(file.header)}, not for a CPU",
-                where=str(path),
-                fix="run it on such a GPU, or export again with --target cpu",
-            )
-        self._header, self._weights = file.header, list[torch.Tensor]()
-        self._module = torch.export.load(io.BytesIO(file.program)).module()
-
-    def constants(self) -> Sequence[str]:
-        return self._header.weights
-
-    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = [weights[name] for name in self._header.weights]
-
     def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            return list(self._module(*tensors, *self._weights))
-
-
-class TensorRtEngine(_Stateful):
-    """One serialized plan."""
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        file = read_engine(path)
-        self._header, self._path, self._device = file.header, path, device
-        self._trt = _import(file.header, path)
-        _check_here(self._trt, file.header, path, device)
-        self._logger, self._messages = make_logger(self._trt)
-        self._runtime = self._trt.Runtime(self._logger)
-        with torch.cuda.device(device):
-            self._engine = self._runtime.deserialize_cuda_engine(file.plan)
-        if self._engine is None:
-            raise ArtifactError(
-                f"{TITLES[file.header.library]} {self._trt.__version__} refuses the engine: "
-                f"{'; '.join(self._messages) or 'no reason given'}",
-                where=str(path),
-                fix="run mingc verify --no-replay; if the files are whole, export again on this machine",
-            )
-        # The builder drops inputs that nothing reads.
-        held = {self._engine.get_tensor_name(index) for index in range(self._engine.num_io_tensors)}
-        self._inputs = [(index, name) for index, name in enumerate(file.header.inputs) if name in held]
-        self._outputs = [
-            (
-                name,
-                tuple(self._engine.get_tensor_shape(name)),
-                _torch_dtype(self._trt, self._engine.get_tensor_dtype(name)),
-            )
-            for name in file.header.outputs
-        ]
-        self._weights = [name for name in file.header.weights if f"{_PREFIX}{name}" in held]
-        self._kept: dict[str, torch.Tensor] = {}
-        self._context: Any = None
-
-    def constants(self) -> Sequence[str]:
-        return self._weights
-
-    def bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._kept = {f"{_PREFIX}{name}": weights[name].contiguous() for name in self._weights}
-        self._context = None
-
-    def _execute(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns outputs, then updated states in new tensors."""
         context = self._context = self._context or self._open()
-        given = [(name, tensors[index].contiguous()) for index, name in self._inputs]
+        given = [(name, tensors[index].contiguous()) for index, name, _ in self._inputs]
+        for (name, tensor), (*_, shape) in zip(given, self._inputs, strict=True):
+            if tensor.shape != shape:
+                raise WorkerError(f"{self._path} takes {name} of {[*shape]}, not of {[*tensor.shape]}")
         values = [torch.empty(shape, dtype=dtype, device=self._device) for _, shape, dtype in self._outputs]
         made = zip((name for name, *_ in self._outputs), values, strict=True)
         for name, tensor in (*given, *made):
@@ -219,4 +182,4 @@ def unavailable(device: str) -> tuple[str, str] | None:
 
 def load(path: Path, device: torch.device) -> Engine:
     """The engine at `path`, without weights yet."""
-    return _Program(path) if device.type == "cpu" else TensorRtEngine(path, device)
+    return TensorRtEngine(path, device)
