@@ -722,10 +722,17 @@ def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
         "cfm.speaker",
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in (
-                "vision_encoder.encode audio_encoder.encode talker.prefill talker.step cfm.aggregate cfm.sample "
-                "audio_vae.decode audio_vae.encode audio_vae.stream"
-            ).split()
+            for name in [
+                "vision_encoder.encode",
+                "audio_encoder.encode",
+                "talker.prefill",
+                "talker.step",
+                "cfm.aggregate",
+                "cfm.sample",
+                "audio_vae.decode",
+                "audio_vae.encode",
+                "audio_vae.stream",
+            ]
         ),
     ],
 )
