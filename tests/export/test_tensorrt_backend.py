@@ -69,10 +69,7 @@ def recipe(folder: Path, **options: Any) -> ExportRecipe:
     ("options", "message"),
     [
         ({"target": "cpu"}, "for NVIDIA GPUs; use --target cuda or, for RTX cards, --target rtx:sm89"),
-        (
-            {"target": "rtx:sm86,sm90"},
-            "--target rtx:sm86,sm90: sm90 is not one of sm75, sm80, .*, sm121",
-        ),
+        ({"target": "rtx:sm86,sm90"}, "--target rtx:sm86,sm90: sm90 is not one of sm75, sm80, .*, sm121"),
         ({"target": "rtx:sm86,sm86"}, "names a card twice"),
         ({"target": "rtx:"}, "an empty name is not one of"),
         ({"target": "rtx:sm89", "backend": ("aoti",)}, "aoti cannot build engines for RTX cards"),
@@ -140,8 +137,7 @@ def test_what_the_traced_graph_shows_is_refused_before_anything_is_built() -> No
         early(Foreign(), (x,), ({},))
     )
     refused = early(Paged(), (x[0], torch.zeros(3, 4, 8)), ({}, {0: rows}))
-    assert refused is not None and refused.startswith("pages (s")
-    assert refused.endswith("grows with a pool, and a TensorRT plan has sizes of one bucket")
+    assert str(refused).startswith("pages (s") and "grows with a pool" in str(refused)
 
 
 class Stored(nn.Module):
@@ -713,6 +709,10 @@ def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
     assert padded.dtype == x.dtype and torch.equal(padded, expected)
 
 
+GRAPHS = ("vision_encoder.encode", "audio_encoder.encode", "talker.prefill", "talker.step", "cfm.aggregate", "cfm.sample",
+          "audio_vae.decode", "audio_vae.encode", "audio_vae.stream")  # fmt: skip
+
+
 @needs_compiler
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -720,20 +720,7 @@ def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
     "graph",
     [
         "cfm.speaker",
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in [
-                "vision_encoder.encode",
-                "audio_encoder.encode",
-                "talker.prefill",
-                "talker.step",
-                "cfm.aggregate",
-                "cfm.sample",
-                "audio_vae.decode",
-                "audio_vae.encode",
-                "audio_vae.stream",
-            ]
-        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in GRAPHS),
     ],
 )
 def test_torch_tensorrt_converts_every_graph_for_cards_that_are_not_here(
