@@ -709,8 +709,10 @@ def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
     assert padded.dtype == x.dtype and torch.equal(padded, expected)
 
 
-GRAPHS = ("vision_encoder.encode", "audio_encoder.encode", "talker.prefill", "talker.step", "cfm.aggregate", "cfm.sample",
-          "audio_vae.decode", "audio_vae.encode", "audio_vae.stream")  # fmt: skip
+GRAPHS = (
+    "vision_encoder.encode", "audio_encoder.encode", "talker.prefill", "talker.step", "cfm.aggregate", "cfm.sample",
+    "audio_vae.decode", "audio_vae.encode", "audio_vae.stream",
+)  # fmt: skip
 
 
 @needs_compiler
