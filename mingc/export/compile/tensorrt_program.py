@@ -50,21 +50,26 @@ def refuse_graph(program: torch.export.ExportedProgram, names: Sequence[str], wh
 
 def _problem(node: torch.fx.Node, names: Mapping[str, str]) -> str | None:
     """Why TensorRT does not support `node`; None when no reason is known."""
-    value, operator = node.meta.get("val"), node.target
-    if node.op == "placeholder" and not all(isinstance(size, int) for size in getattr(value, "shape", ())):
-        shape = ", ".join(map(str, value.shape))
-        return f"{names[node.name]} ({shape}) grows with a pool, and a TensorRT plan has sizes of one bucket"
+    shape, operator = getattr(node.meta.get("val"), "shape", ()), node.target
+    if node.op == "placeholder" and not all(isinstance(size, int) for size in shape):
+        sizes = ", ".join(map(str, shape))
+        return f"{names[node.name]} ({sizes}) grows with a pool, and a TensorRT plan has sizes of one bucket"
     if not isinstance(operator, torch._ops.OpOverload):
         return None
     if operator is torch.ops.aten.scaled_dot_product_attention.default:
-        query, key, *others = (each for each in node.args if isinstance(each, torch.fx.Node))
+        given = (*node.args, *node.kwargs.values())
+        query, key, *others = (each for each in given if isinstance(each, torch.fx.Node))
         size = 4 * math.prod((*query.meta["val"].shape[:-1], key.meta["val"].shape[-2]))
         if len(others) > 1 and size > _MAX_SCORE_BYTES:
             return (
                 f"an attention has up to {size >> 30} GiB of scores, which TensorRT holds in memory (limit "
                 f"{_MAX_SCORE_BYTES >> 30} GiB)"
             )
-    return None if translates(operator) else f"torch-tensorrt does not convert the operator {operator.name()}"
+    return (
+        None
+        if translates(operator)
+        else f"torch-tensorrt does not convert the operator {operator._schema.name}"
+    )
 
 
 def build_engine_file(

@@ -100,7 +100,7 @@ def _key(program: torch.export.ExportedProgram) -> str:
     for package in ("onnx", "onnxscript"):
         digest.update(f"\0{package} {version(package)}".encode())
     digest.update((Path(__file__).parents[1] / "onnx_program.py").read_bytes())
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def _take(kept: Path, path: Path) -> bool:
