@@ -106,7 +106,7 @@ def build_engine_file(
     except Exception as error:  # torch-tensorrt raises many kinds; all mean that there is no plan
         reason = "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
         raise CompileError(
-            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {reason}",
+            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {' '.join(reason.split())}",
             where=where,
             fix=FIX,
         ) from error

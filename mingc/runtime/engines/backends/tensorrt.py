@@ -150,14 +150,10 @@ def _check_here(trt: Any, header: EngineHeader, path: Path, device: torch.device
     here = "{}.{}".format(*gpu(device).capability)
     if here not in header.capabilities:
         raise ArtifactError(
-            f"the engine is for a GPU of compute capability {_listed(header)}, here is {here}",
+            f"the engine is for a GPU of compute capability {' or '.join(header.capabilities)}, here is {here}",
             where=str(path),
             fix="run it on such a GPU, or export again for this one",
         )
-
-
-def _listed(header: EngineHeader) -> str:
-    return " or ".join(header.capabilities)
 
 
 def _torch_dtype(trt: Any, dtype: Any) -> torch.dtype:
