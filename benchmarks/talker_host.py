@@ -94,7 +94,7 @@ class Engines:
         self._outputs = {
             size: (
                 generator.uniform(-1, 1, (size, PATCH_SAMPLES + TAIL)).astype(np.float32),
-                np.zeros(size, np.float32),
+                *np.zeros((2, size), np.float32),
                 np.zeros((size, LATENTS, LATENT_DIM), np.float32),
             )
             for size in self.batch_sizes
@@ -291,12 +291,12 @@ def main() -> None:
         for count in options.listeners:
             print(json.dumps(measure(count, options)), flush=True)
         return
-    words = [word for word in sys.argv if word != str(options.compare)]
+    words = [word for word in sys.argv[1:] if word != str(options.compare)]
     words.remove("--compare")
     for _ in range(options.rounds):
         for root in (options.compare, Path(__file__).resolve().parent.parent):
             done = subprocess.run(
-                [sys.executable, *words],
+                [sys.executable, root / "benchmarks/talker_host.py", *words],
                 env={**os.environ, "PYTHONPATH": str(root)},
                 check=True,
                 capture_output=True,

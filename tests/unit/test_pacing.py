@@ -178,13 +178,14 @@ def test_while_another_stream_waits_for_a_slot_none_is_held() -> None:
 
 
 def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_it_is_due() -> None:
-    pacing = make_pacing(3, 1, 2)
+    pacing = make_pacing(3, 1)
     play(pacing, 1, 5, 0.0)
     pacing.launch([1], 0.0)  # surplus: the segment had ended with the patch before
     pacing.end_segment(1)
     assert pacing.admissible([1], 1.9) == []
     assert pacing.next_time([1], 1.9) == 2.0
     assert pacing.admissible([1], 2.0) == [1]
+    add(pacing, 2, 2.0)
     assert pacing.admissible([1, 2], 2.0) == [2, 1], "a new request first"
 
 

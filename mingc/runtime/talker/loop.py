@@ -273,7 +273,7 @@ class TalkerLoop(EngineThread):
             for stream in behind:
                 self._pacing.pause(stream)
                 self._behind_since[stream] = now
-        self.due_at = self._pacing.next_time(self.scheduler.waiting, now, admitted_at)
+        self.due_at = self._pacing.next_time(self.scheduler.waiting, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in batch]
 
     def _patch_s(self, rows: int) -> float:
@@ -291,7 +291,7 @@ class TalkerLoop(EngineThread):
             self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
-            if not self.scheduler.has_room or not self._pacing.is_due(self._clock()):
+            if not self.scheduler.has_room or self._pacing.due_at > self._clock():
                 return False
             if not self._joining(self._clock()) and not self._inbox:
                 was_woken = self._wake.wait(min(left, _POLL_S))
