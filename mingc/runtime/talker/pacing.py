@@ -313,8 +313,9 @@ class SpeechPacing:
         return np.append(chosen, rest[:num_more])
 
     def next_time(self, waiting: Iterable[int], since: float) -> float:
-        """When the first stream is due, or one of `waiting` (without a slot) may begin that might not at `since`; inf if
-        none will.
+        """When the first stream is due, or one of `waiting` may begin that might not at `since`; inf if none will.
+
+        `waiting`: streams without a slot.
         """
         return min(
             [self.due_at, *(time for each in waiting if (time := self._streams[each].earliest) > since)]
