@@ -403,3 +403,24 @@ def test_jobs_take_no_longer_patch_than_a_listener_can_wait_for() -> None:
     pacing.launch([2, 3, 4, 5, 6], 0.0)
     assert pacing.due(2.3, patch_s=patch_s) == [1], "it has 0.7 s left, and two rows take 0.6 s"
     assert pacing.due(3.1, patch_s=patch_s) == [2, 1], "one that has waited for three seconds"
+    assert pacing.due(3.1, max_rows=1, patch_s=patch_s) == [2]
+
+
+@given(
+    starts=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    whole=st.integers(0, 6),
+    now=st.integers(0, 60),
+    max_rows=st.integers(1, 8),
+)
+def test_a_patch_that_holds_fewer_rows_has_the_first_of_them(
+    starts: list[int], whole: int, now: int, max_rows: int
+) -> None:
+    pacing = make_pacing(3, *range(len(starts)), whole=tuple(range(100, 100 + whole)))
+    for stream, start in enumerate(starts):
+        play(pacing, stream, 3, start / 10)
+
+    def seconds(rows: int) -> float:
+        return patch_s(min(rows, max_rows))
+
+    everybody = pacing.due(now / 10, patch_s=seconds)
+    assert pacing.due(now / 10, max_rows=max_rows, patch_s=seconds) == everybody[:max_rows]

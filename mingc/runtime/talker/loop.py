@@ -256,7 +256,7 @@ class TalkerLoop(EngineThread):
     def _joining(self, now: float) -> list[int]:
         """Streams whose segment may still join before the next patch, most urgent first."""
         left = self.scheduler.max_prefills - self._num_joined
-        return self._pacing.admissible(self.scheduler.waiting, now)[:left]
+        return self._pacing.admissible(self.scheduler.waiting, now)[:left] if left else []
 
     def _due_slots(self, admitted_at: float) -> list[int]:
         """Slots of the next patch, at most a batch. Pauses streams of it whose client does not read."""
@@ -265,8 +265,9 @@ class TalkerLoop(EngineThread):
             self._pacing.admissible(self.scheduler.waiting, now)
         )
         while True:
-            due = self._pacing.due(now, is_crowded=is_crowded, patch_s=self._patch_s)
-            batch = due[: self.scheduler.max_batch]
+            batch = self._pacing.due(
+                now, is_crowded=is_crowded, max_rows=self.scheduler.max_batch, patch_s=self._patch_s
+            )
             behind = [stream for stream in batch if self._streams[stream].is_behind()]
             if not behind:
                 break

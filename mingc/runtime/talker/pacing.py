@@ -259,9 +259,14 @@ class SpeechPacing:
         return float(self._columns["latest"].min())
 
     def due(
-        self, now: float, *, is_crowded: bool = False, patch_s: Callable[[int], float] = lambda rows: 0.0
+        self,
+        now: float,
+        *,
+        is_crowded: bool = False,
+        max_rows: int | None = None,
+        patch_s: Callable[[int], float] = lambda rows: 0.0,
     ) -> list[int]:
-        """Running streams whose patch is to be launched now, earliest playback first.
+        """At most `max_rows` running streams whose patch is to be launched now, earliest playback first.
 
         `is_crowded`: another stream waits for a slot. Then no stream is delayed, so that slots become free. `patch_s`:
         how long a patch of so many rows takes, 0 if unknown; equal for all sizes of one batch bucket, and for more rows
@@ -277,8 +282,8 @@ class SpeechPacing:
         rows = rows[np.lexsort(keys)]
         all_s = _MARGIN * patch_s(len(rows)) if self._num_live else 0.0
         if all_s:
-            rows = self._beside_listeners(rows, now, all_s, patch_s)
-        return [self._by_row[row] for row in rows.tolist()]
+            rows = self._beside_listeners(rows, now, all_s, max_rows, patch_s)
+        return [self._by_row[row] for row in rows[:max_rows].tolist()]
 
     def _is_overdue(self, rows: NDArray[np.intp], now: float) -> NDArray[np.bool_]:
         """Whether the streams have waited for a patch for very long."""
@@ -286,7 +291,12 @@ class SpeechPacing:
         return is_overdue
 
     def _beside_listeners(
-        self, rows: NDArray[np.intp], now: float, all_s: float, patch_s: Callable[[int], float]
+        self,
+        rows: NDArray[np.intp],
+        now: float,
+        all_s: float,
+        max_rows: int | None,
+        patch_s: Callable[[int], float],
     ) -> NDArray[np.intp]:
         """The streams of `rows`, without as many as would make a listener late. `all_s`: seconds of all together.
 
@@ -304,7 +314,7 @@ class SpeechPacing:
         chosen, rest = rows[is_first], rows[~is_first]
         if len(rest) and (not len(chosen) or self._is_overdue(rest[:1], now)):
             chosen, rest = np.append(rest[:1], chosen), rest[1:]
-        num_more = 0
+        rest, num_more = rest[:max_rows], 0
         while num_more < len(rest):
             count = len(chosen) + num_more
             if _MARGIN * patch_s(count + 1) > max(room, _MARGIN * patch_s(count)):
