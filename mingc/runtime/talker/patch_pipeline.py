@@ -92,7 +92,7 @@ class PatchPipeline:
         for size in sorted(sizes, reverse=True):
             kind = _SplitPatch if size <= _MAX_SPLIT else _WholePatch
             self._sizes[size] = kind(
-                model, _patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
+                model, patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
             )
 
     def launch(self, size: int, inputs: Values) -> LaunchedPatch:
@@ -202,7 +202,8 @@ def _decode(model: PatchModel, latents: Tensor, inputs: Values) -> tuple[Tensor,
     return samples, samples.sum(1)
 
 
-def _patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
+def patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
+    """Inputs of `PatchPipeline.launch`."""
     return {
         **{name: (torch.int64, (size,)) for name in ("slots", "step_slots", "lengths", "patch_index")},
         **{name: (torch.float32, (size,)) for name in ("guidance", "sigma", "temperature")},

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
+from mingc.runtime.engines.cuda_graphs import Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
 from mingc.runtime.request import AudioDelta, Recorder
@@ -29,10 +30,7 @@ from mingc.runtime.talker.patch_pipeline import LaunchedPatch
 
 Inputs = Mapping[str, NDArray[Any]]
 # Inputs of a patch with a number for each row.
-_COLUMNS: Mapping[str, type[np.generic]] = {
-    **dict.fromkeys(("slots", "patch_index", "step_slots", "lengths"), np.int64),
-    **dict.fromkeys(("guidance", "sigma", "temperature"), np.float32),
-}
+_COLUMNS = ("slots", "patch_index", "step_slots", "lengths", "guidance", "sigma", "temperature")
 _MAX_PREFIXES = 64  # cached prompt prefixes; at the released dims 12 KiB per token, about 50 tokens each
 
 
@@ -142,8 +140,12 @@ class TalkerWorker:
         self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
         # Inputs of the engines by size, as arrays and as the same memory in tensors; every call overwrites them.
-        self._patches = {size: _with_tensors(self._allocate_patch(size)) for size in self.engines.batch_sizes}
-        self._chunks = {size: self._allocate_chunk(size) for size in self.engines.chunk_sizes}
+        self._patches = {
+            size: _allocate(self.engines.patch_shapes(size)) for size in self.engines.batch_sizes
+        }
+        self._chunks = {
+            size: _allocate(self.engines.prompt_shapes(size)) for size in self.engines.chunk_sizes
+        }
         self._launched: deque[_Launched] = deque()
         self._prompts: list[_PromptPart] = []  # of added segments, not prefilled yet
         self._latency_model = PatchLatencyModel()
@@ -252,29 +254,6 @@ class TalkerWorker:
         """Remove the segment in `slot`; does nothing if it is empty."""
         self._prompts = [each for each in self._prompts if each.slot != slot]
         self._running.pop(slot, None)
-
-    def _allocate_patch(self, size: int) -> Inputs:
-        """Inputs of `TalkerEngines.launch`."""
-        shape = (self.flow.latents_per_patch, self.flow.latent_dim)
-        return {
-            **{name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()},
-            "noise": np.zeros((size, *shape), np.float32),
-            "step_noise": np.zeros((size, self.flow.num_steps, *shape), np.float32),
-        }
-
-    def _allocate_chunk(self, size: int) -> tuple[Inputs, dict[str, Tensor]]:
-        """Inputs of `TalkerEngines.run_prompts`. Embeddings count only where `use_embed` is set."""
-        prompts, history = self.engines.max_prompts, (self.flow.history_latents, self.flow.latent_dim)
-        inputs, tensors = _with_tensors(
-            {
-                **{name: np.zeros(size, np.int64) for name in ("input_ids", "segment", "index")},
-                "use_embed": np.zeros(size, np.bool_),
-                **{name: np.zeros(prompts, np.int64) for name in ("slots", "last")},
-                "history": np.zeros((prompts, *history), np.float32),
-            }
-        )
-        embeds = torch.zeros(size, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
-        return inputs, {**tensors, "embeds": embeds}
 
     def _write_patch(self, inputs: Inputs, rows: Sequence[tuple[int, _Running]]) -> None:
         """Write a row of `inputs` for each of `rows`. The others are padding, which uses slot 0."""
@@ -385,6 +364,7 @@ class TalkerWorker:
         self.engines.run_prompts(width, tensors)
 
 
-def _with_tensors(inputs: Inputs) -> tuple[Inputs, dict[str, Tensor]]:
-    """`inputs`, and tensors of the same memory."""
-    return inputs, {name: torch.from_numpy(values) for name, values in inputs.items()}
+def _allocate(shapes: Shapes) -> tuple[Inputs, dict[str, Tensor]]:
+    """Inputs as arrays, except of types that numpy lacks, and as tensors of the same memory."""
+    tensors = {name: torch.zeros(*shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    return {name: each.numpy() for name, each in tensors.items() if name != "embeds"}, tensors
