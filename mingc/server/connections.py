@@ -232,7 +232,7 @@ class _Parser(h11.Connection):
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
         self._is_chunked = False
 
-    def send(self, event: Any) -> bytes | None:
+    def send(self, event: Any) -> Any:
         if self._is_chunked and type(event) is h11.Data and event.data and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         data = super().send(event)

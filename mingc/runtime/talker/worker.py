@@ -259,7 +259,7 @@ class TalkerWorker:
         """Write a row of `inputs` for each of `rows`. The others are padding, which uses slot 0."""
         noise, step_noise = inputs["noise"], inputs["step_noise"]
         step_noise[inputs["temperature"] > 0.0] = 0.0  # of the launch before
-        columns = []
+        columns: list[tuple[float, ...]] = []
         for row, (slot, running) in enumerate(rows):
             segment, patch = running.segment, running.launched
             # The patch at the cap needs no step of the speech LLM.
