@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
@@ -141,7 +142,7 @@ class SpeechStream:
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
             stream.put,
-            lambda: stream.is_behind(max_pending_patches),
+            partial(stream.is_behind, max_pending_patches),
             is_live=is_live,
             lead=params.speech_lead,
             priority=priority,
