@@ -390,7 +390,7 @@ class FakeTalker:
     def begin_playback(self, stream: int) -> None:
         self.playing.append(stream)
 
-    def add(self, stream: int, segment: SimpleNamespace) -> None:
+    def add(self, stream: int, segment: SimpleNamespace, *, wakes: bool = True) -> None:
         self.added.append((stream, segment))
 
     def wake(self) -> None:
