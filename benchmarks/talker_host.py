@@ -38,12 +38,17 @@ from mingc.runtime.request import AudioDelta
 from mingc.runtime.request_stream import EventQueue, Item, RequestStream
 from mingc.runtime.talker import loop as loop_module
 from mingc.runtime.talker import worker as worker_module
+from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.loop import TalkerLoop
 from mingc.runtime.talker.scheduler import TalkerScheduler
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 RATE, PATCH_SAMPLES, TAIL = 44_100, 14_112, 1_764
-HIDDEN, LATENTS, LATENT_DIM, HISTORY, STEPS = 896, 4, 64, 32, 10
+HIDDEN, LATENTS, LATENT_DIM, HISTORY = 896, 4, 64, 32
+FLOW = CfmParameters(
+    num_steps=10, latents_per_patch=LATENTS, history_latents=HISTORY, latent_dim=LATENT_DIM, speaker_dim=192,
+    guidance=2.0, sigma=0.25, temperature=0.0,
+)  # fmt: skip
 PROMPT, PREFIX = 90, 50  # tokens
 # One H200 (benchmarks/NOTES.md): ms of a patch by batch size, of a call that prefills prompts, and of each prompt.
 PATCH_MS = {1: 2.4, 2: 4.6, 4: 5.2, 8: 6.1, 16: 8.1, 32: 13.2, 64: 24.5}
@@ -79,22 +84,22 @@ class Patch:
         return self._outputs
 
 
-class Engines:
+class Engines(TalkerEngines):
     """Stands in for `TalkerEngines`."""
 
     chunk_sizes = (32, 64, 128, 256, 512, 1024, 2048)
     max_prompts = 16
     embed_dtype = torch.float32
-    state_bytes = 0
 
     def __init__(self, clock: Clock, max_batch: int) -> None:
-        self._clock, self._free_at = clock, 0.0
+        self._clock, self._free_at, self._flow = clock, 0.0, FLOW
+        self._hidden, self._history = torch.zeros(1, HIDDEN), torch.zeros(1, HISTORY, LATENT_DIM)
         self.batch_sizes = [size for size in PATCH_MS if size <= max_batch]
         generator = np.random.default_rng(0)
         self._outputs = {
             size: (
                 generator.uniform(-1, 1, (size, PATCH_SAMPLES + TAIL)).astype(np.float32),
-                np.zeros(size, np.float32),
+                *np.zeros((2, size), np.float32),
                 np.zeros((size, LATENTS, LATENT_DIM), np.float32),
             )
             for size in self.batch_sizes
@@ -196,10 +201,7 @@ def make_loop(clock: Clock, options: Any) -> TalkerLoop:
             stop_threshold=0.5, default_voice=None, max_segment_length=50, chunk_alignment=16, cap_min_seconds=1.0,
             cap_seconds_per_character=1.0,
         ),
-        flow=CfmParameters(
-            num_steps=STEPS, latents_per_patch=LATENTS, history_latents=HISTORY, latent_dim=LATENT_DIM,
-            speaker_dim=192, guidance=2.0, sigma=0.25, temperature=0.0,
-        ),
+        flow=FLOW,
         vae=VaeParameters(
             sample_rate=RATE, hop_samples=882, frames_per_latent=4, latent_dim=LATENT_DIM, samples_per_latent=3528,
             lookahead_frames=1, tail_samples=TAIL,
@@ -291,12 +293,12 @@ def main() -> None:
         for count in options.listeners:
             print(json.dumps(measure(count, options)), flush=True)
         return
-    words = [word for word in sys.argv if word != str(options.compare)]
+    words = [word for word in sys.argv[1:] if word != str(options.compare)]
     words.remove("--compare")
     for _ in range(options.rounds):
         for root in (options.compare, Path(__file__).resolve().parent.parent):
             done = subprocess.run(
-                [sys.executable, *words],
+                [sys.executable, root / "benchmarks/talker_host.py", *words],
                 env={**os.environ, "PYTHONPATH": str(root)},
                 check=True,
                 capture_output=True,

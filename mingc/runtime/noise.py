@@ -71,12 +71,17 @@ class _Generator(threading.local):
         self._generator = np.random.Generator(self._bits)
         self._state = self._bits.state  # with nothing buffered; setting it copies these arrays
         self._key, self._counter = self._state["state"]["key"], self._state["state"]["counter"]
+        self._key[1] = _STREAM
 
     def normal(
         self, seed: int, segment: int, patch: int, kind: int, shape: tuple[int, ...]
     ) -> NDArray[np.float32]:
-        self._key[:] = seed & (2**64 - 1), _STREAM
-        self._counter[:] = 0, patch, kind, segment  # Philox increments the lowest word with each draw
+        self._key[0] = seed & (2**64 - 1)
+        self._counter[1:] = (
+            patch,
+            kind,
+            segment,
+        )  # Philox increments the lowest word, which is 0, with each draw
         self._bits.state = self._state
         return self._generator.standard_normal(shape, dtype=np.float32)
 

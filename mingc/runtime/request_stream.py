@@ -131,7 +131,7 @@ class RequestStream:
     def __init__(self, event_queue: EventQueue) -> None:
         self._event_queue = event_queue
         self._items: deque[Item] = deque()
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for an item
         self.is_closed = False
         # Each counter has one writing thread, so the difference needs no lock.
         self._patches_put = 0
@@ -168,8 +168,8 @@ class RequestStream:
     async def get(self) -> Item:
         """The next item."""
         while not self._items:
-            self._filled.clear()
-            await self._filled.wait()
+            self._reader = self._event_queue.loop.create_future()
+            await self._reader
         item = self._items.popleft()
         self._patches_taken += isinstance(item, AudioDelta)
         self._event_queue.unread_bytes -= _num_bytes(item)
@@ -187,7 +187,8 @@ class RequestStream:
         if not self.is_closed:
             self._event_queue.unread_bytes += _num_bytes(item)
             self._items.append(item)
-            self._filled.set()
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_result(None)
 
 
 def _num_bytes(item: Item) -> int:

@@ -8,7 +8,6 @@ a thread.
 
 from __future__ import annotations
 
-import base64
 import math
 import struct
 from collections.abc import Mapping
@@ -105,8 +104,9 @@ def default_rate(audio_format: AudioFormat, speech_rate: int) -> int:
 
 def to_pcm16(samples: NDArray[np.float32]) -> NDArray[np.int16]:
     """(n,) float32 in [-1, 1] → (n,) little-endian int16; values outside are clipped."""
-    pcm: NDArray[np.int16] = np.rint(np.clip(samples, -1.0, 1.0) * np.float32(32767.0)).astype("<i2")
-    return pcm
+    scaled = samples * np.float32(32767.0)
+    np.rint(scaled, out=scaled)
+    return scaled.clip(-32767.0, 32767.0, out=scaled).astype("<i2")
 
 
 def wav_header(sample_rate: int, num_samples: int | None) -> bytes:
@@ -328,22 +328,22 @@ class ClipFile:
         self._file.close()
 
 
-class Base64Stream:
-    """Base64 of data that arrives in pieces. The pieces returned, joined, are the base64 of the whole data.
+class Base64Groups:
+    """Cuts data that arrives in pieces so that base64 of the pieces returned, joined, is base64 of the whole data.
 
-    Only the last piece may be padded, so all others encode a multiple of three bytes.
+    Only the last piece may be padded, so all others have a multiple of three bytes.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def add(self, data: bytes) -> str:
-        """Base64 of the complete groups; up to two bytes remain for the next call."""
+    def add(self, data: bytes) -> bytes:
+        """The complete groups; up to two bytes remain for the next call."""
         data = self._rest + data
         end = len(data) - len(data) % 3
         self._rest = data[end:]
-        return base64.b64encode(data[:end]).decode()
+        return data[:end]
 
-    def finish(self) -> str:
+    def finish(self) -> bytes:
         """The remaining bytes."""
-        return base64.b64encode(self._rest).decode()
+        return self._rest

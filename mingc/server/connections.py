@@ -223,10 +223,22 @@ def _unacknowledged(transport: asyncio.Transport) -> int:
 
 
 class _Parser(h11.Connection):
-    """h11's parser of requests, with rules of RFC 9112 that it leaves to servers."""
+    """h11's parser of requests, with rules of RFC 9112 that it leaves to servers.
+
+    Parts of a chunked body, of which streams have thousands, pass by its state machine, whose state they do not change.
+    """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._is_chunked = False
+
+    def send(self, event: Any) -> Any:
+        if self._is_chunked and type(event) is h11.Data and event.data and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        data = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = data is not None and b"\r\ntransfer-encoding: chunked\r\n" in data.lower()
+        return data
 
     def next_event(self) -> Any:
         event = super().next_event()

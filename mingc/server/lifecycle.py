@@ -29,6 +29,7 @@ _CLOSE_MARGIN_S = 2.0  # added to the shutdown timeout: to send last events and 
 # Switch interval of Python's threads. With the default 5 ms, the time of two patches, engine threads would wait that
 # long at each switch for a thread that prepares a long text.
 _SWITCH_S = 0.001
+_TICKS = 5  # of uvicorn's, 0.1 s each, between two looks for connections that exceed a time limit
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -285,7 +286,8 @@ class _Server(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        self._table.close_late()
+        if counter % _TICKS == 0:
+            self._table.close_late()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -23,7 +23,7 @@ from mingc.server.audio_format import (
     RATES,
     AudioFormat,
     AudioSpec,
-    Base64Stream,
+    Base64Groups,
     ClipEncoder,
     ClipFile,
     SampleConverter,
@@ -233,11 +233,10 @@ def test_a_flac_file_has_its_length_and_checksum() -> None:
 
 @given(st.lists(st.binary(max_size=20), max_size=12))
 def test_base64_in_pieces_joins_to_base64_of_the_whole(pieces: list[bytes]) -> None:
-    encoder = Base64Stream()
-    parts = [*[encoder.add(piece) for piece in pieces], encoder.finish()]
-    assert "".join(parts) == base64.b64encode(b"".join(pieces)).decode()
-    assert b"".join(base64.b64decode(part, validate=True) for part in parts) == b"".join(pieces)
-    assert not any("=" in part for part in parts[:-1])
+    groups = Base64Groups()
+    parts = [base64.b64encode(part) for part in (*[groups.add(piece) for piece in pieces], groups.finish())]
+    assert b"".join(parts) == base64.b64encode(b"".join(pieces))
+    assert not any(b"=" in part for part in parts[:-1])
 
 
 @pytest.mark.parametrize("audio_format", FORMATS)

@@ -647,3 +647,24 @@ def test_what_is_no_http_gets_a_json_error(data: bytes, expected: int) -> None:
         status, error = status_and_error(read_all(connection))
         assert (status, error["code"]) == (expected, "invalid_http")
         assert metric(url, f'mingc_http_requests_total{{route="unmatched",status="{expected}"}}') == 1
+
+
+def test_parts_of_a_stream_are_framed_as_the_version_of_http_asks() -> None:
+    """HTTP/1.0 knows no chunks: the body ends with the connection. One of HTTP/1.1 is used for the next answer."""
+    body = json.dumps({"input": "Hello.", "stream_format": "audio", "response_format": "wav"}).encode()
+    head = f"{HEAD.replace('chat/completions', 'audio/speech')}content-length: {len(body)}\r\n\r\n"
+    with fake_server() as (url, _):
+        found = []
+        with connect(url) as connection:
+            for _ in range(2):
+                connection.sendall(head.encode() + body)
+                answer = HTTPResponse(connection)
+                answer.begin()
+                assert (answer.status, answer.getheader("transfer-encoding")) == (200, "chunked")
+                found.append(answer.read())
+        with connect(url) as connection:
+            connection.sendall(head.replace("HTTP/1.1", "HTTP/1.0").encode() + body)
+            plain_head, _, plain = read_all(connection).partition(b"\r\n\r\n")
+        assert b"chunked" not in plain_head.lower()
+        assert plain[:4] == b"RIFF" and len(plain) > 2 * 14112
+        assert found == [plain, plain]

@@ -18,6 +18,7 @@ from mingc.server.http.response_schemas import (
     ChatResponseBuilder,
     Delta,
     SpeechDelta,
+    SpeechSegment,
     model_object,
     speech_done,
     sse,
@@ -51,7 +52,7 @@ def test_all_objects_of_an_answer_have_its_id_model_and_time(monkeypatch: pytest
     objects = [
         builder.role_chunk(),
         builder.chunk(Delta(content="a")),
-        builder.audio_chunk("AA==", is_first=True),
+        builder.audio_chunk(b"\0", is_first=True),
         builder.audio_end_chunk("a", is_first=False),
         builder.chunk(Delta(), "stop", {}),
         builder.usage_chunk(USAGE),
@@ -109,8 +110,8 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
             lambda b: b.role_chunk(has_text=False),
             chunk({"role": "assistant", "content": None, "refusal": None}),
         ),
-        (lambda b: b.audio_chunk("AA==", is_first=True), chunk({"audio": {"id": "audio-1", "data": "AA=="}})),
-        (lambda b: b.audio_chunk("AA==", is_first=False), chunk({"audio": {"data": "AA=="}})),
+        (lambda b: b.audio_chunk(b"\0", is_first=True), chunk({"audio": {"id": "audio-1", "data": "AA=="}})),
+        (lambda b: b.audio_chunk(b"\0", is_first=False), chunk({"audio": {"data": "AA=="}})),
         (
             lambda b: b.audio_end_chunk("said", is_first=False),
             chunk({"audio": {"expires_at": 99, "transcript": "said"}}),
@@ -141,13 +142,14 @@ def test_every_object_of_an_answer_is_that_of_openai(monkeypatch: pytest.MonkeyP
 
 
 def test_objects_of_speech() -> None:
-    assert document(SpeechDelta("AA==")) == {"type": "speech.audio.delta", "audio": "AA=="}
+    assert document(SpeechDelta(b"\0")) == {"type": "speech.audio.delta", "audio": "AA=="}
     usage = {"input_tokens": 70, "output_tokens": 3, "total_tokens": 73, "audio_seconds": 0.96}
     assert document(speech_done(FULL_USAGE)) == {"type": "speech.audio.done", "usage": usage}
 
 
 def test_an_event_is_one_line_of_compact_json() -> None:
-    assert sse(SpeechDelta("é\n")) == 'data: {"type":"speech.audio.delta","audio":"é\\n"}\n\n'.encode()
+    expected = 'data: {"type":"speech.segment","text":"é\\n","start":0.0}\n\n'
+    assert sse(SpeechSegment(text="é\n", start=0.0)) == expected.encode()
 
 
 def test_the_object_of_a_model() -> None:

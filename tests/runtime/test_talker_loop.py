@@ -356,21 +356,14 @@ def test_one_sample_that_is_not_finite_is_enough(
 ) -> None:
     """At the borders of what the first patch of a segment, which is its last one here, hands out."""
     worker = make_talker_worker()
-    launch = worker.engines.launch
+    decode = worker.engines.decode
 
-    class Sick:
-        def __init__(self, patch: LaunchedPatch) -> None:
-            self._patch = patch
+    def sick(*inputs: torch.Tensor) -> torch.Tensor:
+        samples = decode(*inputs)
+        samples[0, place] = value
+        return samples
 
-        is_ready = True
-
-        def wait(self) -> tuple[np.ndarray, ...]:
-            samples, *others = self._patch.wait()
-            samples = samples.copy()
-            samples[0, place] = value
-            return (samples, *others)
-
-    monkeypatch.setattr(worker.engines, "launch", lambda size, inputs: Sick(launch(size, inputs)))
+    monkeypatch.setattr(worker.engines, "decode", sick)
     loop, listener = make_talker_loop(worker), Collector()
     loop.add(loop.open(listener.put, lambda: False), segment(patches=1))
     run_until_idle(loop)

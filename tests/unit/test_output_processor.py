@@ -390,7 +390,7 @@ class FakeTalker:
     def begin_playback(self, stream: int) -> None:
         self.playing.append(stream)
 
-    def add(self, stream: int, segment: SimpleNamespace) -> None:
+    def add(self, stream: int, segment: SimpleNamespace, *, wakes: bool = True) -> None:
         self.added.append((stream, segment))
 
     def wake(self) -> None:
@@ -445,7 +445,7 @@ def test_speech_pauses_at_the_limit_of_unread_patches_and_resumes_when_one_is_re
         for num_wakes in (1, 1, 1):  # woken once, by the read that makes room
             item = await asyncio.wait_for(items.get(), 10)
             assert isinstance(item, AudioDelta)
-            stream.consume(item)
+            stream.consume(item, Timings())
             assert talker.num_wakes == num_wakes and not talker.is_behind()
             assert talker.playing == [7], "once: its first audio leaves the server"
 
@@ -457,7 +457,7 @@ def test_the_first_patch_of_a_segment_has_its_text() -> None:
     stream, _, _ = speech_stream(["One.", "Two."])
     ends = [False, True, True, True]
     stream.enqueue([SpokenPiece("Three.", 15)])
-    patches = [stream.consume(patch(is_segment_end=is_end)) for is_end in ends]
+    patches = [stream.consume(patch(is_segment_end=is_end), Timings()) for is_end in ends]
     assert [each.segment_text for each in patches] == ["One.", None, "Two.", "Three."]
     assert [each.text_end for each in patches] == [None, None, None, 15]
     assert [each.is_segment_end for each in patches] == ends

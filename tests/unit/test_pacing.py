@@ -178,13 +178,14 @@ def test_while_another_stream_waits_for_a_slot_none_is_held() -> None:
 
 
 def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_it_is_due() -> None:
-    pacing = make_pacing(3, 1, 2)
+    pacing = make_pacing(3, 1)
     play(pacing, 1, 5, 0.0)
     pacing.launch([1], 0.0)  # surplus: the segment had ended with the patch before
     pacing.end_segment(1)
     assert pacing.admissible([1], 1.9) == []
     assert pacing.next_time([1], 1.9) == 2.0
     assert pacing.admissible([1], 2.0) == [1]
+    add(pacing, 2, 2.0)
     assert pacing.admissible([1, 2], 2.0) == [2, 1], "a new request first"
 
 
@@ -402,3 +403,24 @@ def test_jobs_take_no_longer_patch_than_a_listener_can_wait_for() -> None:
     pacing.launch([2, 3, 4, 5, 6], 0.0)
     assert pacing.due(2.3, patch_s=patch_s) == [1], "it has 0.7 s left, and two rows take 0.6 s"
     assert pacing.due(3.1, patch_s=patch_s) == [2, 1], "one that has waited for three seconds"
+    assert pacing.due(3.1, max_rows=1, patch_s=patch_s) == [2]
+
+
+@given(
+    starts=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    whole=st.integers(0, 6),
+    now=st.integers(0, 60),
+    max_rows=st.integers(1, 8),
+)
+def test_a_patch_that_holds_fewer_rows_has_the_first_of_them(
+    starts: list[int], whole: int, now: int, max_rows: int
+) -> None:
+    pacing = make_pacing(3, *range(len(starts)), whole=tuple(range(100, 100 + whole)))
+    for stream, start in enumerate(starts):
+        play(pacing, stream, 3, start / 10)
+
+    def seconds(rows: int) -> float:
+        return patch_s(min(rows, max_rows))
+
+    everybody = pacing.due(now / 10, patch_s=seconds)
+    assert pacing.due(now / 10, max_rows=max_rows, patch_s=seconds) == everybody[:max_rows]

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from mingc.errors import WorkerError
 from mingc.prompts.tokenizer import Detokenizer
@@ -141,7 +142,7 @@ class SpeechStream:
         self.first_segment_at: float | None = None  # `time.perf_counter`
         self._stream = loop.open(
             stream.put,
-            lambda: stream.is_behind(max_pending_patches),
+            partial(stream.is_behind, max_pending_patches),
             is_live=is_live,
             lead=params.speech_lead,
             priority=priority,
@@ -179,9 +180,11 @@ class SpeechStream:
         """Wake the talker for the segments that are queued."""
         self._loop.wake()
 
-    def consume(self, patch: AudioDelta) -> AudioDelta:
+    def consume(self, patch: AudioDelta, timings: Timings) -> AudioDelta:
         """Count a patch that was taken from the request's stream and is sent now. Returns it with its text."""
         if not self.num_patches:
+            timings.mark_at("first_segment", self.first_segment_at)
+            timings.mark("first_audio")
             self._loop.begin_playback(self._stream)
             self._end_start()
         self.num_patches += 1
@@ -257,9 +260,7 @@ class ChatOutputProcessor:
             case TokenItem() if not self.is_text_done:  # tokens after a stop string may still arrive
                 events += self._accept_token(item)
             case AudioDelta() if self._speech_stream is not None:
-                self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
-                self._timings.mark("first_audio")
-                events.append(self._speech_stream.consume(item))
+                events.append(self._speech_stream.consume(item, self._timings))
         is_complete = self._speech_stream is None or self._speech_stream.is_finished
         if self.is_text_done and is_complete and not self.is_done:  # other answers of the request may go on
             events.append(self._done())
@@ -402,15 +403,13 @@ class SpeechOutputProcessor:
         """See `ChatOutputProcessor.accept`."""
         events: list[Event] = []
         match item:
+            case AudioDelta():
+                events.append(self._speech_stream.consume(item, self._timings))
             case FailedItem():
                 raise item.error
             case TextEndItem():
                 self._is_text_done = True
                 self._timings.mark("text_done")
-            case AudioDelta():
-                self._timings.mark_at("first_segment", self._speech_stream.first_segment_at)
-                self._timings.mark("first_audio")
-                events.append(self._speech_stream.consume(item))
             case _:
                 raise WorkerError(f"a speech request received {type(item).__name__}")
         if self._is_text_done and self._speech_stream.is_finished:

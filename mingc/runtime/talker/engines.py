@@ -16,7 +16,7 @@ from mingc.artifacts.parameters import CfmParameters
 from mingc.dtypes import torch_dtype
 from mingc.runtime.engines.cuda_graphs import GraphPool, GraphRunner, Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
-from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline
+from mingc.runtime.talker.patch_pipeline import LaunchedPatch, PatchPipeline, patch_shapes
 
 _ALIGNMENT = 16  # bytes; engines copy inputs with a smaller alignment
 _META = torch.device("meta")
@@ -44,6 +44,7 @@ class TalkerEngines:
         is_captured: bool | None = None,
     ) -> None:
         self.device = device
+        self._flow = flow
         self._prefill, self._step = talker["prefill"], talker["step"]
         self._sample, self._stream = cfm["sample"], audio_vae["stream"]
         self._talker_state, self._rows = _allocate_rows(talker, num_slots, device)
@@ -77,7 +78,7 @@ class TalkerEngines:
         # The largest size first, so that the others reuse its memory.
         self._prompts = {
             size: GraphRunner(
-                self._prompt_shapes(size),
+                self.prompt_shapes(size),
                 self._prompt,
                 device=device,
                 pool=pool,
@@ -102,6 +103,23 @@ class TalkerEngines:
         Inputs: the inputs of the graph `prefill`, and history (R, H, C). Rows of `slots` without a prompt are 0.
         """
         self._prompts[size](inputs)
+
+    def patch_shapes(self, size: int) -> Shapes:
+        """Inputs of `launch`."""
+        return patch_shapes(size, self._flow.num_steps, (self._flow.latents_per_patch, self._flow.latent_dim))
+
+    def prompt_shapes(self, size: int) -> Shapes:
+        """Inputs of `run_prompts`. `embeds` count only where `use_embed` is set."""
+        return {
+            "input_ids": (torch.int64, (size,)),
+            "embeds": (self.embed_dtype, (size, self._hidden.shape[1])),
+            "use_embed": (torch.bool, (size,)),
+            "segment": (torch.int64, (size,)),
+            "index": (torch.int64, (size,)),
+            "slots": (torch.int64, (self.max_prompts,)),
+            "last": (torch.int64, (self.max_prompts,)),
+            "history": (torch.float32, (self.max_prompts, *self._history.shape[1:])),
+        }
 
     def read_rows(self, slot: int, count: int) -> Tensor:
         """Copy the first `count` KV rows of a slot, (states, count, …)."""
@@ -141,18 +159,6 @@ class TalkerEngines:
         self._hidden.index_copy_(0, inputs["slots"], hidden)
         self._history.index_copy_(0, inputs["slots"], inputs["history"])
         return ()
-
-    def _prompt_shapes(self, size: int) -> Shapes:
-        return {
-            "input_ids": (torch.int64, (size,)),
-            "embeds": (self.embed_dtype, (size, self._hidden.shape[1])),
-            "use_embed": (torch.bool, (size,)),
-            "segment": (torch.int64, (size,)),
-            "index": (torch.int64, (size,)),
-            "slots": (torch.int64, (self.max_prompts,)),
-            "last": (torch.int64, (self.max_prompts,)),
-            "history": (torch.float32, (self.max_prompts, *self._history.shape[1:])),
-        }
 
 
 def _allocate_rows(

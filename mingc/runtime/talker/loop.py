@@ -256,7 +256,7 @@ class TalkerLoop(EngineThread):
     def _joining(self, now: float) -> list[int]:
         """Streams whose segment may still join before the next patch, most urgent first."""
         left = self.scheduler.max_prefills - self._num_joined
-        return self._pacing.admissible(self.scheduler.waiting, now)[:left]
+        return self._pacing.admissible(self.scheduler.waiting, now)[:left] if left else []
 
     def _due_slots(self, admitted_at: float) -> list[int]:
         """Slots of the next patch, at most a batch. Pauses streams of it whose client does not read."""
@@ -265,15 +265,16 @@ class TalkerLoop(EngineThread):
             self._pacing.admissible(self.scheduler.waiting, now)
         )
         while True:
-            due = self._pacing.due(now, is_crowded=is_crowded, patch_s=self._patch_s)
-            batch = due[: self.scheduler.max_batch]
+            batch = self._pacing.due(
+                now, is_crowded=is_crowded, max_rows=self.scheduler.max_batch, patch_s=self._patch_s
+            )
             behind = [stream for stream in batch if self._streams[stream].is_behind()]
             if not behind:
                 break
             for stream in behind:
                 self._pacing.pause(stream)
                 self._behind_since[stream] = now
-        self.due_at = self._pacing.next_time(self.scheduler.waiting, now, admitted_at)
+        self.due_at = self._pacing.next_time(self.scheduler.waiting, admitted_at)
         return [self.scheduler.slots.slot(stream) for stream in batch]
 
     def _patch_s(self, rows: int) -> float:
@@ -291,7 +292,7 @@ class TalkerLoop(EngineThread):
             self._was_held = False  # the estimate was wrong; a longer lead would not have helped
             return False
         with self._lock:
-            if not self.scheduler.has_room or not self._pacing.is_due(self._clock()):
+            if not self.scheduler.has_room or self._pacing.due_at > self._clock():
                 return False
             if not self._joining(self._clock()) and not self._inbox:
                 was_woken = self._wake.wait(min(left, _POLL_S))

@@ -187,15 +187,19 @@ class SpeechPacing:
     def deliver(self, stream: int, num_samples: int, now: float) -> None:
         """Record that the oldest patch in flight of the stream is ready, with `num_samples`."""
         each = self._streams[stream]
+        # Its next patch is due as before, because this one has counted while it was in flight.
+        has_changed = num_samples != self._patch_samples or not each.num_samples
         if each.is_live and each.started_at is not None:
             stalled_s = now - self._played_at(each, each.started_at)
             if stalled_s > 0.0:
                 each.started_at += stalled_s  # a player waits for the patch and continues from there
                 self.num_underruns += not each.was_paused
+                has_changed = True
         each.was_paused = each.is_paused
         each.num_samples += num_samples
         each.in_flight -= 1
-        self._update(each)
+        if has_changed:
+            self._update(each)
 
     def end_segment(self, stream: int) -> None:
         """Record that a segment of the stream has ended; its surplus patches in flight are discarded."""
@@ -224,11 +228,13 @@ class SpeechPacing:
         """
         streams = self._streams
         ready = [stream for stream in waiting if streams[stream].earliest <= now]
+        if not ready:
+            return []
         overdue = {each for each in ready if now - streams[each].since > _PATIENCE_S}
         columns = self._columns
         # Paced speech that is being played is due at a finite time.
         is_short = np.isfinite(columns["earliest"]) & (columns["playback"] < now + self._patch_s / 2)
-        if ready and is_short.any():
+        if is_short.any():
             best = columns["priority"][is_short].min()
             ready = [
                 each
@@ -247,20 +253,26 @@ class SpeechPacing:
         rank = {each: -math.inf if each in overdue else streams[each].priority for each in ready}
         return sorted(ready, key=lambda each: (rank[each], each not in first, deadlines[each]))
 
-    def is_due(self, now: float) -> bool:
-        """Whether a running stream waits no longer for others to share its patch."""
-        return bool((self._columns["latest"] <= now).any())
+    @property
+    def due_at(self) -> float:
+        """When the first running stream waits no longer for others to share its patch; inf if all are held."""
+        return float(self._columns["latest"].min())
 
     def due(
-        self, now: float, *, is_crowded: bool = False, patch_s: Callable[[int], float] = lambda rows: 0.0
+        self,
+        now: float,
+        *,
+        is_crowded: bool = False,
+        max_rows: int | None = None,
+        patch_s: Callable[[int], float] = lambda rows: 0.0,
     ) -> list[int]:
-        """Running streams whose patch is to be launched now, earliest playback first.
+        """At most `max_rows` running streams whose patch is to be launched now, earliest playback first.
 
         `is_crowded`: another stream waits for a slot. Then no stream is delayed, so that slots become free. `patch_s`:
         how long a patch of so many rows takes, 0 if unknown; equal for all sizes of one batch bucket, and for more rows
         than fit into a patch.
         """
-        if not is_crowded and not self.is_due(now):
+        if not is_crowded and self.due_at > now:
             return []
         earliest = self._columns["earliest"]
         rows = np.flatnonzero(earliest < math.inf if is_crowded else earliest <= now)
@@ -270,8 +282,8 @@ class SpeechPacing:
         rows = rows[np.lexsort(keys)]
         all_s = _MARGIN * patch_s(len(rows)) if self._num_live else 0.0
         if all_s:
-            rows = self._beside_listeners(rows, now, all_s, patch_s)
-        return [self._by_row[row] for row in rows.tolist()]
+            rows = self._beside_listeners(rows, now, all_s, max_rows, patch_s)
+        return [self._by_row[row] for row in rows[:max_rows].tolist()]
 
     def _is_overdue(self, rows: NDArray[np.intp], now: float) -> NDArray[np.bool_]:
         """Whether the streams have waited for a patch for very long."""
@@ -279,7 +291,12 @@ class SpeechPacing:
         return is_overdue
 
     def _beside_listeners(
-        self, rows: NDArray[np.intp], now: float, all_s: float, patch_s: Callable[[int], float]
+        self,
+        rows: NDArray[np.intp],
+        now: float,
+        all_s: float,
+        max_rows: int | None,
+        patch_s: Callable[[int], float],
     ) -> NDArray[np.intp]:
         """The streams of `rows`, without as many as would make a listener late. `all_s`: seconds of all together.
 
@@ -297,7 +314,7 @@ class SpeechPacing:
         chosen, rest = rows[is_first], rows[~is_first]
         if len(rest) and (not len(chosen) or self._is_overdue(rest[:1], now)):
             chosen, rest = np.append(rest[:1], chosen), rest[1:]
-        num_more = 0
+        rest, num_more = rest[:max_rows], 0
         while num_more < len(rest):
             count = len(chosen) + num_more
             if _MARGIN * patch_s(count + 1) > max(room, _MARGIN * patch_s(count)):
@@ -305,16 +322,14 @@ class SpeechPacing:
             num_more += 1
         return np.append(chosen, rest[:num_more])
 
-    def next_time(self, waiting: Iterable[int], now: float, admitted_at: float | None = None) -> float:
-        """When the first of the streams that are delayed now becomes due; inf if none does.
+    def next_time(self, waiting: Iterable[int], since: float) -> float:
+        """When the first stream is due, or one of `waiting` may begin that might not at `since`; inf if none will.
 
-        `waiting`: the streams that wait for a slot. `admitted_at`: time of the last `admissible`, if not `now`. Streams
-        of `waiting` that became due since then count as well.
+        `waiting`: streams without a slot.
         """
-        latest = self._columns["latest"]
-        first = float(latest[latest > now].min(initial=math.inf))
-        since = now if admitted_at is None else admitted_at
-        return min([first, *(time for each in waiting if (time := self._streams[each].earliest) > since)])
+        return min(
+            [self.due_at, *(time for each in waiting if (time := self._streams[each].earliest) > since)]
+        )
 
     def listeners(self, now: float) -> Mapping[str, int]:
         """Number of live streams by state: nothing sent yet; audio left to play; none left; not read."""

@@ -53,10 +53,13 @@ class LaunchedPatch:
         """Whether `wait` would not block."""
         return self.host_copy.is_ready
 
-    def wait(self) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Samples (B, n), stop probabilities (B,) and latents (B, P, C), float32; blocks until they are on the host."""
-        samples, stop, latents = self.host_copy.wait()
-        return samples.numpy(), stop.numpy(), latents.float().numpy()
+    def wait(self) -> tuple[NDArray[np.float32], ...]:
+        """Float32, blocks until they are on the host: samples (B, n), the sum of each row of them (B,), stop
+        probabilities (B,), latents (B, P, C).
+
+        A sum is finite only if all samples are.
+        """
+        return tuple(each.float().numpy() for each in self.host_copy.wait())
 
 
 class PatchPipeline:
@@ -89,7 +92,7 @@ class PatchPipeline:
         for size in sorted(sizes, reverse=True):
             kind = _SplitPatch if size <= _MAX_SPLIT else _WholePatch
             self._sizes[size] = kind(
-                model, _patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
+                model, patch_shapes(size, num_steps, patch), decoder, f"a patch of batch {size}"
             )
 
     def launch(self, size: int, inputs: Values) -> LaunchedPatch:
@@ -102,10 +105,10 @@ class PatchPipeline:
             return LaunchedPatch(host_copy=self._sizes[size].launch(inputs))
         inputs = {name: value.to(self._device) for name, value in inputs.items()}
         sampled = self._model.sample(inputs)
-        samples = _decode(self._model, sampled["latents"], inputs)
+        decoded = _decode(self._model, sampled["latents"], inputs)
         self._model.advance(sampled, inputs)
         return LaunchedPatch(
-            host_copy=AsyncHostCopy(samples, sampled["stop_probability"], sampled["latents"])
+            host_copy=AsyncHostCopy(*decoded, sampled["stop_probability"], sampled["latents"])
         )
 
 
@@ -132,10 +135,10 @@ class _WholePatch:
             sampled = model.sample(inputs)
             decoder.stream.wait_stream(main)
             with torch.cuda.stream(decoder.stream):
-                samples = _decode(model, sampled["latents"], inputs)
+                decoded = _decode(model, sampled["latents"], inputs)
             model.advance(sampled, inputs)
             main.wait_stream(decoder.stream)
-            return samples, sampled["stop_probability"], sampled["latents"]
+            return *decoded, sampled["stop_probability"], sampled["latents"]
 
         self._graph, self._outputs = decoder.main_pool.capture(run, name)
 
@@ -167,12 +170,12 @@ class _SplitPatch:
             return ()
 
         def decode() -> tuple[Tensor, ...]:
-            return (_decode(model, self._taken[0], self._decoder_inputs.tensors),)
+            return _decode(model, self._taken[0], self._decoder_inputs.tensors)
 
         self._sample, self._sampled = decoder.main_pool.capture(sample, name)
         self._advance, _ = decoder.main_pool.capture(advance, name)
         self._taken = tuple(torch.zeros_like(each) for each in self._sampled)
-        self._decode, (self._samples,) = decoder.pool.capture(decode, name)
+        self._decode, self._decoded = decoder.pool.capture(decode, name)
         self._has_sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, inputs: Values) -> AsyncHostCopy:
@@ -190,14 +193,17 @@ class _SplitPatch:
             decoder.has_taken.record(decoder.stream)
             self._decode.replay()
             decoder.has_ended.record(decoder.stream)
-            return AsyncHostCopy(self._samples, self._taken[1], self._taken[0])
+            return AsyncHostCopy(*self._decoded, self._taken[1], self._taken[0])
 
 
-def _decode(model: PatchModel, latents: Tensor, inputs: Values) -> Tensor:
-    return model.decode(latents, inputs["slots"], inputs["patch_index"])
+def _decode(model: PatchModel, latents: Tensor, inputs: Values) -> tuple[Tensor, Tensor]:
+    """Samples, and the sum of each row."""
+    samples = model.decode(latents, inputs["slots"], inputs["patch_index"])
+    return samples, samples.sum(1)
 
 
-def _patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
+def patch_shapes(size: int, num_steps: int, patch: tuple[int, int]) -> Shapes:
+    """Inputs of `PatchPipeline.launch`."""
     return {
         **{name: (torch.int64, (size,)) for name in ("slots", "step_slots", "lengths", "patch_index")},
         **{name: (torch.float32, (size,)) for name in ("guidance", "sigma", "temperature")},

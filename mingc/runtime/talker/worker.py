@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mingc.artifacts.parameters import CfmParameters, TalkerParameters, VaeParameters
+from mingc.runtime.engines.cuda_graphs import Shapes
 from mingc.runtime.engines.stage_loader import LoadedStage
 from mingc.runtime.noise import NoiseSource
 from mingc.runtime.request import AudioDelta, Recorder
@@ -27,6 +28,9 @@ from mingc.runtime.talker.engines import TalkerEngines
 from mingc.runtime.talker.launch_timing import PatchLatencyModel
 from mingc.runtime.talker.patch_pipeline import LaunchedPatch
 
+Inputs = Mapping[str, NDArray[Any]]
+# Inputs of a patch with a number for each row.
+_COLUMNS = ("slots", "patch_index", "step_slots", "lengths", "guidance", "sigma", "temperature")
 _MAX_PREFIXES = 64  # cached prompt prefixes; at the released dims 12 KiB per token, about 50 tokens each
 
 
@@ -135,10 +139,12 @@ class TalkerWorker:
             )
         self.max_batch = self.engines.batch_sizes[-1]
         self._running: dict[int, _Running] = {}
-        self._inputs = {size: self._allocate_inputs(size) for size in self.engines.batch_sizes}
-        self._input_tensors = {
-            size: {name: torch.from_numpy(values) for name, values in inputs.items()}
-            for size, inputs in self._inputs.items()
+        # Inputs of the engines by size, as arrays and as the same memory in tensors; every call overwrites them.
+        self._patches = {
+            size: _allocate(self.engines.patch_shapes(size)) for size in self.engines.batch_sizes
+        }
+        self._chunks = {
+            size: _allocate(self.engines.prompt_shapes(size)) for size in self.engines.chunk_sizes
         }
         self._launched: deque[_Launched] = deque()
         self._prompts: list[_PromptPart] = []  # of added segments, not prefilled yet
@@ -199,8 +205,9 @@ class TalkerWorker:
             self.prefill()
         rows = [(slot, self._running[slot]) for slot in slots]
         size = self.batch_size(len(rows))
-        self._write_inputs(self._inputs[size], rows)
-        patch = self.engines.launch(size, self._input_tensors[size])
+        inputs, tensors = self._patches[size]
+        self._write_patch(inputs, rows)
+        patch = self.engines.launch(size, tensors)
         self._launched.append(_Launched(rows, size, time.perf_counter(), patch))
         for _, running in rows:
             running.launched += 1
@@ -212,14 +219,14 @@ class TalkerWorker:
         None stands for samples that are not finite.
         """
         launched = self._launched.popleft()
-        samples, stop, latents = launched.patch.wait()
+        samples, sums, stop, latents = launched.patch.wait()
         self._latency_model.observe(launched.size, launched.at, time.perf_counter())
-        is_finite = np.logical_and.reduce(np.isfinite(samples[: len(launched.rows)]), axis=1)
-        return {
-            slot: self._end_patch(running, samples[row], float(stop[row]), latents[row], bool(is_finite[row]))
-            for row, (slot, running) in enumerate(launched.rows)
-            if self._running.get(slot) is running and not running.is_last
-        }
+        patches: dict[int, AudioDelta | None] = {}
+        values = zip(launched.rows, samples, np.isfinite(sums).tolist(), stop.tolist(), latents, strict=False)
+        for (slot, running), row, is_finite, probability, latent in values:
+            if self._running.get(slot) is running and not running.is_last:
+                patches[slot] = self._end_patch(running, row, is_finite, probability, latent)
+        return patches
 
     @property
     def is_idle(self) -> bool:
@@ -248,41 +255,30 @@ class TalkerWorker:
         self._prompts = [each for each in self._prompts if each.slot != slot]
         self._running.pop(slot, None)
 
-    def _allocate_inputs(self, size: int) -> dict[str, NDArray[Any]]:
-        """Inputs of `TalkerEngines.launch`, which every launch of this batch size overwrites."""
-        shape = (self.flow.latents_per_patch, self.flow.latent_dim)
-        return {
-            **{name: np.zeros(size, np.int64) for name in ("slots", "patch_index", "step_slots", "lengths")},
-            **{name: np.zeros(size, np.float32) for name in ("guidance", "sigma", "temperature")},
-            "noise": np.zeros((size, *shape), np.float32),
-            "step_noise": np.zeros((size, self.flow.num_steps, *shape), np.float32),
-        }
-
-    def _write_inputs(self, inputs: Mapping[str, NDArray[Any]], rows: Sequence[tuple[int, _Running]]) -> None:
+    def _write_patch(self, inputs: Inputs, rows: Sequence[tuple[int, _Running]]) -> None:
         """Write a row of `inputs` for each of `rows`. The others are padding, which uses slot 0."""
         noise, step_noise = inputs["noise"], inputs["step_noise"]
         step_noise[inputs["temperature"] > 0.0] = 0.0  # of the launch before
-        for values in inputs.values():
-            if values.ndim == 1:
-                values[:] = 0
+        columns: list[tuple[float, ...]] = []
         for row, (slot, running) in enumerate(rows):
             segment, patch = running.segment, running.launched
-            inputs["slots"][row], inputs["patch_index"][row] = slot, patch
-            if patch + 1 < segment.max_patches:  # the patch at the cap needs no step of the speech LLM
-                inputs["step_slots"][row], inputs["lengths"][row] = slot, running.num_tokens
-            inputs["guidance"][row], inputs["sigma"][row] = segment.guidance, segment.sigma
-            inputs["temperature"][row] = segment.temperature
+            # The patch at the cap needs no step of the speech LLM.
+            step = (slot, running.num_tokens) if patch + 1 < segment.max_patches else (0, 0)
+            columns.append((slot, patch, *step, segment.guidance, segment.sigma, segment.temperature))
             noise[row] = segment.noise.start(segment.index, patch, noise.shape[1:])
             if segment.temperature > 0.0:
                 step_noise[row] = segment.noise.diffusion(segment.index, patch, step_noise.shape[1:])
+        columns += [(0,) * len(_COLUMNS)] * (len(noise) - len(rows))
+        for name, values in zip(_COLUMNS, zip(*columns, strict=True), strict=True):
+            inputs[name][:] = values
 
     def _end_patch(
         self,
         running: _Running,
         samples: NDArray[np.float32],
+        is_finite: bool,
         stop_probability: float,
         latents: NDArray[np.float32],
-        is_finite: bool,
     ) -> AudioDelta | None:
         """Apply stop rule and cap (spec: talker.md §5), and cut out the samples that are final.
 
@@ -347,26 +343,28 @@ class TalkerWorker:
             firsts.append(self._aligned(num_rows))
             num_rows = firsts[-1] + part.end - part.start
         width = next(size for size in self.engines.chunk_sizes if size >= num_rows)
-        tokens = {name: np.zeros(width, np.int64) for name in ("input_ids", "segment", "index")}
-        tokens["segment"][:] = -1
-        embeds = torch.zeros(width, self.parameters.hidden_size, dtype=self.engines.embed_dtype)
-        use_embed = np.zeros(width, np.bool_)
-        ends = {name: np.zeros(self.engines.max_prompts, np.int64) for name in ("slots", "last")}
-        history = np.zeros((self.engines.max_prompts, *parts[0].segment.history.shape), np.float32)
+        inputs, tensors = self._chunks[width]
+        for name in ("input_ids", "use_embed", "slots"):
+            inputs[name][:] = 0
+        inputs["segment"][:] = -1
         for number, (first, part) in enumerate(zip(firsts, parts, strict=True)):
             segment, rows = part.segment, slice(first, first + part.end - part.start)
-            tokens["input_ids"][rows] = segment.input_ids[part.start : part.end]
-            tokens["segment"][rows] = number
-            tokens["index"][rows] = np.arange(part.start, part.end)
+            inputs["input_ids"][rows] = segment.input_ids[part.start : part.end]
+            inputs["segment"][rows] = number
+            inputs["index"][rows] = np.arange(part.start, part.end)
             is_replaced = (segment.embed_rows >= part.start) & (segment.embed_rows < part.end)
             if is_replaced.any():
                 places = first + segment.embed_rows[is_replaced] - part.start
-                embeds[torch.from_numpy(places)] = torch.from_numpy(segment.embeds[is_replaced]).to(
-                    embeds.dtype
-                )
-                use_embed[places] = True
-            ends["slots"][number], ends["last"][number] = part.slot, rows.stop - 1
-            history[number] = segment.history
-        arrays = {**tokens, "use_embed": use_embed, **ends, "history": history}
-        inputs = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        self.engines.run_prompts(width, {**inputs, "embeds": embeds})
+                tensors["embeds"][torch.from_numpy(places)] = torch.from_numpy(
+                    segment.embeds[is_replaced]
+                ).to(self.engines.embed_dtype)
+                inputs["use_embed"][places] = True
+            inputs["slots"][number], inputs["last"][number] = part.slot, rows.stop - 1
+            inputs["history"][number] = segment.history
+        self.engines.run_prompts(width, tensors)
+
+
+def _allocate(shapes: Shapes) -> tuple[Inputs, dict[str, Tensor]]:
+    """Inputs as arrays, except of types that numpy lacks, and as tensors of the same memory."""
+    tensors = {name: torch.zeros(*shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    return {name: each.numpy() for name, each in tensors.items() if name != "embeds"}, tensors

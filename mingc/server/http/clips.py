@@ -112,7 +112,7 @@ class LiveClip:
     """A clip that is sent as it is generated. A header is sent with the first samples. Encoders run on a thread."""
 
     def __init__(self, spec: AudioSpec) -> None:
-        self._spec = spec
+        self._spec, self._is_quick = spec, spec.is_quick
         self._encoder: ClipEncoder | None = None
         self._thread = EncoderThread()
 
@@ -130,7 +130,7 @@ class LiveClip:
         self._thread.close(self._free)
 
     async def _run(self, samples: NDArray[np.float32], *, is_last: bool) -> bytes:
-        if self._spec.is_quick:
+        if self._is_quick:
             return self._encode(samples, is_last=is_last)
         return await self._thread.run(partial(self._encode, samples, is_last=is_last))
 

@@ -229,10 +229,11 @@ class ChatCompletion(
 
 
 class DeltaAudio(Struct, kw_only=True):
-    """Part of an answer's speech. Clients join the fields of all chunks, so the id is in the first one only."""
+    """Part of an answer's speech; JSON has base64 of `data`. Clients join the fields of all chunks, so the id is in the
+    first one only."""
 
     id: str | UnsetType = UNSET
-    data: str | UnsetType = UNSET
+    data: bytes | UnsetType = UNSET
     expires_at: int | UnsetType = UNSET
     transcript: str | UnsetType = UNSET
 
@@ -329,9 +330,9 @@ VERSION = Version(__version__)
 
 
 class SpeechDelta(Struct, tag_field="type", tag="speech.audio.delta"):
-    """`audio`: base64 of a part of the clip."""
+    """`audio`: a part of the clip; JSON has base64."""
 
-    audio: str
+    audio: bytes
 
 
 class SpeechSegment(Struct, tag_field="type", tag="speech.segment", kw_only=True):
@@ -593,15 +594,15 @@ class ChatResponseBuilder:
             call.id, call.type, call.function.name = _call_id(), "function", part.name
         return self.chunk(Delta(tool_calls=[call]))
 
-    def audio_chunk(self, data: str, *, is_first: bool) -> ChatChunk:
-        """Base64 of a part of the clip."""
+    def audio_chunk(self, data: bytes, *, is_first: bool) -> ChatChunk:
+        """A part of the clip."""
         return self.chunk(Delta(audio=DeltaAudio(id=self._audio_id if is_first else UNSET, data=data)))
 
     def audio_end_chunk(self, transcript: str, *, is_first: bool) -> ChatChunk:
         """End of the audio: no data, the complete transcript. `is_first`: the clip is empty."""
         audio = DeltaAudio(expires_at=_expires_at(), transcript=transcript)
         if is_first:
-            audio.id, audio.data = self._audio_id, ""
+            audio.id, audio.data = self._audio_id, b""
         return self.chunk(Delta(audio=audio))
 
     def usage_chunk(self, usage: Usage) -> ChatChunk:

@@ -27,7 +27,7 @@ from mingc.runtime.request import (
     ToolCallFailed,
     Usage,
 )
-from mingc.server.audio_format import AudioSpec, Base64Stream
+from mingc.server.audio_format import AudioSpec, Base64Groups
 from mingc.server.http.body import JSON
 from mingc.server.http.clips import KeptClip, LiveClip
 from mingc.server.http.logprobs import CompletionLogprobsWriter, chat_logprobs
@@ -340,22 +340,22 @@ async def speech_events(
 
 
 class _ClipEncoder:
-    """Base64 of a clip in parts that are valid alone and joined."""
+    """A clip in parts whose base64 is valid alone and joined."""
 
     def __init__(self, clip: Clip) -> None:
         self._clip = clip
-        self._base64 = Base64Stream()
+        self._groups = Base64Groups()
 
-    async def encode(self, event: AudioDelta | Done) -> AsyncIterator[str]:
-        """Encoded parts that can be sent now; none is empty. FLAC is complete only at the end."""
+    async def encode(self, event: AudioDelta | Done) -> AsyncIterator[bytes]:
+        """Parts that can be sent now; none is empty. FLAC is complete only at the end."""
         if isinstance(event, AudioDelta):
-            if part := self._base64.add(await self._clip.add(event.samples)):
+            if part := self._groups.add(await self._clip.add(event.samples)):
                 yield part
             return
         async for data in self._clip.rest():
-            if part := self._base64.add(data):
+            if part := self._groups.add(data):
                 yield part
-        if part := self._base64.finish():
+        if part := self._groups.finish():
             yield part
 
 
