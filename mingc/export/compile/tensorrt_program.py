@@ -104,9 +104,10 @@ def build_engine_file(
     try:
         plan = build_plan(pure, (*inputs, *weights), library, cards)
     except Exception as error:  # torch-tensorrt raises many kinds; all mean that there is no plan
-        reason = "; ".join((f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())))
+        lines = (f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()))
+        reason = " ".join("; ".join(lines).split())
         raise CompileError(
-            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {' '.join(reason.split())}",
+            f"{TITLES[library]} {release} by torch-tensorrt {compiler} does not take the graph: {reason}",
             where=where,
             fix=FIX,
         ) from error
