@@ -10,7 +10,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -131,19 +131,34 @@ def check_hashes(artifact: Artifact) -> None:
 
 
 def file_hashes(artifact: Artifact, names: Collection[str]) -> dict[str, str]:
-    """sha256 of the files `names`.
+    """What `hash_or_problem` returns for the files `names`.
 
     Files are read by several threads: one alone computes sha256 more slowly than a disk reads.
     """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: artifact.region(name).sha256(), names), strict=True))
+        hashes = pool.map(lambda name: hash_or_problem(lambda: artifact.region(name)), names)
+        return dict(zip(names, hashes, strict=True))
+
+
+def hash_or_problem(region: Callable[[], FileRegion]) -> str:
+    """sha256 of what `region` returns, or why it cannot be read."""
+    try:
+        return region().sha256()
+    except OSError as error:
+        return unreadable(error)
+
+
+def unreadable(error: OSError) -> str:
+    return f"cannot be read: {error.strerror}"
 
 
 def raise_changed(artifact: Artifact, hashes: Mapping[str, str]) -> None:
-    """Raises: IntegrityError listing the files whose sha256 in `hashes` is not the recorded one."""
-    files = artifact.manifest.files
-    changed = [name for name in files if name in hashes and hashes[name] != files[name].sha256]
-    _raise_integrity(artifact.root, [f"{name}: sha256 differs from the manifest" for name in changed])
+    """Raises: IntegrityError listing the files of `hashes` (see `hash_or_problem`) that are not as recorded."""
+    files, problems = artifact.manifest.files, []
+    for name in files:
+        if name in hashes and (found := hashes[name]) != files[name].sha256:
+            problems.append(f"{name}: {found if ' ' in found else 'sha256 differs from the manifest'}")
+    _raise_integrity(artifact.root, problems)
 
 
 def check_fingerprint(recorded: Fingerprint, here: Host) -> None:

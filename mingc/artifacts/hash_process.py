@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mingc.artifacts.artifact import Artifact, file_hashes, raise_changed
+from mingc.artifacts.artifact import Artifact, file_hashes, hash_or_problem, raise_changed, unreadable
 from mingc.artifacts.file_region import FileRegion
 from mingc.errors import WorkerError
 
 _POLL_S = 0.02
+_READ_BYTES = 1 << 16
 
 
 @contextmanager
@@ -33,51 +34,73 @@ def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Cal
     The block calls the yielded function to wait for the end. When it fails, a changed file may be the cause: the
     comparison is awaited, and an IntegrityError comes instead. An interrupt ends the process at once.
 
-    Raises: IntegrityError listing all files that differ, OSError when one cannot be read, WorkerError when the process
-        dies.
+    Raises: IntegrityError listing all files that differ or cannot be read, WorkerError when the process does not start
+        or dies.
     """
-    regions = {name: artifact.region(name) for name in beside}
-    found: dict[str, str] = {}
-    with _child(regions.values()) as child:
+    files, regions, found = artifact.manifest.files, list[FileRegion](), dict[str, str]()
+    for name in beside:
+        try:
+            regions.append(artifact.region(name))
+        except OSError as error:  # the file has gone since the artifact was opened
+            found[name] = unreadable(error)
+    with _child(regions) as child:
+        unread, said = b"", ""
 
         def wait() -> None:
-            # A signal may come just before a call that blocks, and would wait for its end.
-            while child.poll() is None:
-                time.sleep(_POLL_S)
-            assert child.stdout is not None, "it has a pipe, which holds all lines"
-            for line in child.stdout:
-                name, sha256, error = json.loads(line)
-                if error is not None:
-                    raise OSError(*error, str(regions[name]))
-                found[name] = sha256
-            if not regions.keys() <= found.keys():
-                raise WorkerError("the process that hashes weights was killed", fix="start again")
+            nonlocal unread, said
+            assert child.stdout is not None, "it has a pipe"
+            while not found.keys() >= {*beside}:
+                # A signal may come just before a call that blocks, and would wait for its end: none does.
+                try:
+                    read = os.read(child.stdout.fileno(), _READ_BYTES)
+                except BlockingIOError:
+                    time.sleep(_POLL_S)
+                    continue
+                if not read:
+                    how = f"has failed: {said}" if said else "was killed"
+                    raise WorkerError(f"the process that hashes weights {how}", fix="start again")
+                *lines, unread = (unread + read).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"["):
+                        found.update([json.loads(line)])
+                    else:
+                        said = line.decode(errors="replace")
             raise_changed(artifact, found)
 
         try:
-            found |= file_hashes(artifact, [name for name in artifact.manifest.files if name not in regions])
+            found |= file_hashes(artifact, [name for name in files if name not in beside])
             raise_changed(artifact, found)
             yield wait
         except Exception:
-            wait()
+            with suppress(WorkerError):  # then what failed first is told
+                wait()
             raise
 
 
 @contextmanager
-def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[str]]:
-    """Start the process; it is killed at the end."""
+def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process; it is killed at the end. Reading its output does not block."""
     largest_first = sorted(regions, key=lambda each: -each.size_bytes)
     described = [(each.name, str(each.path), each.offset, each.size_bytes) for each in largest_first]
-    with subprocess.Popen(
-        [sys.executable, "-m", "mingc.artifacts.hash_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-    ) as child:
-        assert child.stdin is not None, "it has a pipe"
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mingc.artifacts.hash_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    except OSError as error:
+        raise WorkerError(
+            f"the process that hashes weights cannot be started: {error}",
+            where=sys.executable,
+            fix="raise the limits of processes, memory and open files, or install Python again",
+        ) from error
+    with process as child:
+        assert child.stdin is not None and child.stdout is not None, "it has pipes"
+        os.set_blocking(child.stdout.fileno(), False)
         try:
             with suppress(BrokenPipeError):  # it has ended before: who waits for its hashes is told
-                child.stdin.write(json.dumps(described) + "\n")
+                child.stdin.write(json.dumps(described).encode() + b"\n")
                 child.stdin.flush()
             yield child
         finally:
@@ -95,17 +118,10 @@ def _main() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     num_threads = max(1, min(8, (os.cpu_count() or 1) - 1))  # a core is left for the parent
     with ThreadPoolExecutor(num_threads) as pool:
-        for result in pool.map(_hash, regions):
-            sys.stdout.write(json.dumps(result) + "\n")
+        hashes = pool.map(lambda region: hash_or_problem(lambda: region), regions)
+        for region, result in zip(regions, hashes, strict=True):
+            sys.stdout.write(json.dumps((region.name, result)) + "\n")
             sys.stdout.flush()
-
-
-def _hash(region: FileRegion) -> tuple[str, str, tuple[int | None, str | None] | None]:
-    """Name and hash; or name and error, as the arguments of OSError."""
-    try:
-        return region.name, region.sha256(), None
-    except OSError as error:
-        return region.name, "", (error.errno, error.strerror)
 
 
 def _exit_with_parent() -> None:
