@@ -15,9 +15,12 @@ from fake_talker import PATCH_SAMPLES, SLOT_TOKENS, TAIL, TALKER, make_talker_lo
 from fake_talker import make_segment as segment
 from hand_run import run_step, run_until_idle
 from held_resources import wait_until_equal
+from server_thread import eventually
 
 from mingc.errors import EngineSizeError, RequestError, WorkerError
 from mingc.runtime.request import AudioDelta
+from mingc.runtime.request_stream import FailedItem
+from mingc.runtime.service.image_builder import others_have_work
 from mingc.runtime.talker import worker as worker_module
 from mingc.runtime.talker.engines import LaunchedPatch
 from mingc.runtime.talker.loop import TalkerLoop
@@ -447,6 +450,21 @@ def test_cancelling_with_patches_in_flight_frees_everything_and_reaches_no_other
     loop.cancel(following.stream)  # type: ignore[attr-defined]
     run_until_idle(loop)
     assert loop.held == before and not loop.has_work
+
+
+def test_pictures_do_not_give_way_to_a_talker_that_failed_with_patches_in_flight() -> None:
+    loop = make_talker_loop(make_talker_worker(slots=1, depth=2))
+    gives_way = others_have_work([loop.worker.device], None, [loop])
+    speaking = speak(loop, segment(patches=40))
+    while not loop.has_work:
+        run_step(loop)
+    loop.fail(WorkerError("the device is lost"))
+    loop.start()
+    try:
+        eventually(lambda: any(isinstance(each, FailedItem) for each in speaking.items))
+        assert not gives_way()
+    finally:
+        loop.stop()
 
 
 def test_cancelling_a_waiting_stream_frees_everything_at_once() -> None:

@@ -125,7 +125,7 @@ def test_pictures_give_way_to_loops_of_their_devices(busy: str | None, gives_way
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
 
     def loop(name: str, device: torch.device) -> Any:
-        return SimpleNamespace(has_work=name == busy, worker=SimpleNamespace(device=device))
+        return SimpleNamespace(has_work=name == busy, is_healthy=True, worker=SimpleNamespace(device=device))
 
     talkers = [loop("first talker", first), loop("second talker", second)]
     assert others_have_work([second], loop("thinker", second), talkers)() == gives_way

@@ -80,12 +80,15 @@ def build_images(
 def others_have_work(
     devices: Sequence[torch.device], thinker: ThinkerLoop | None, talkers: Sequence[TalkerLoop]
 ) -> Callable[[], bool]:
-    """Whether the thinker, which is on one of `devices`, or those of the talkers that are there have work."""
+    """Whether the thinker, which is on one of `devices`, or those of the talkers that are there have work.
+
+    A loop that has failed has none, whatever it left behind.
+    """
     loops: list[ThinkerLoop | TalkerLoop] = [
         *([] if thinker is None else [thinker]),
         *(each for each in talkers if each.worker.device in devices),
     ]
-    return lambda: any(each.has_work for each in loops)
+    return lambda: any(each.has_work and each.is_healthy for each in loops)
 
 
 def _free_bytes(device: torch.device, num_devices: int, ranks: Sequence[torch.device]) -> float:
