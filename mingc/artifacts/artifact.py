@@ -149,7 +149,7 @@ def hash_or_problem(region: Callable[[], FileRegion]) -> str:
 
 
 def unreadable(error: OSError) -> str:
-    return f"cannot be read: {error.strerror}"
+    return f"cannot be read: {error.strerror or error}"
 
 
 def raise_changed(artifact: Artifact, hashes: Mapping[str, str]) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from server_thread import eventually
 
 from mingc.artifacts.artifact import Artifact, check_hashes
 from mingc.artifacts.hash_process import hashes_compared
@@ -20,7 +24,7 @@ def write(manifest: Manifest, root: Path, *names: str) -> Artifact:
     """An artifact with these files."""
     files = {}
     for name in names:
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(name.encode())
         files[name] = FileRecord(size_bytes=len(name), sha256=hashlib.sha256(name.encode()).hexdigest())
     return Artifact(root, replace(manifest, files=files))
@@ -32,7 +36,9 @@ def hash_processes() -> list[psutil.Process]:
 
 
 def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path: Path) -> None:
-    names = [f"weights/{'a long name ' * 15}{index}" for index in range(300)]
+    """Also lines that are longer than what is written at once."""
+    folder = "/".join(["ü " * 60] * 8)  # six characters of JSON for one
+    names = [f"{folder}/{index}" for index in range(40)]
     artifact = write(manifest, tmp_path, *names)
     with hashes_compared(artifact, names) as wait:
         assert len(hash_processes()) == 1
@@ -40,7 +46,7 @@ def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path
     assert not hash_processes()
     (tmp_path / names[-1]).write_bytes(b"changed")
     with (
-        pytest.raises(IntegrityError, match=rf"1 file.*\n.*{names[-1]}: sha256"),
+        pytest.raises(IntegrityError, match=r"1 file.*\n.*/39: sha256 differs"),
         hashes_compared(artifact, names),
     ):
         raise ConfigError("what came of it")
@@ -79,15 +85,81 @@ def test_all_files_that_changed_or_went_since_they_were_opened_are_listed(
 def test_a_process_that_dies_hides_no_other_error(manifest: Manifest, tmp_path: Path) -> None:
     artifact = write(manifest, tmp_path, "weights/one")
 
-    def die() -> None:
-        [child] = hash_processes()
-        child.suspend()  # it has not answered, or the end of its answer is read in vain
-        child.kill()
-        child.wait()
-
     with pytest.raises(ConfigError, match="too small"), hashes_compared(artifact, ["weights/one"]):
-        die()
+        [child] = hash_processes()
+        child.suspend()  # at its start, so it has not answered
+        child.kill()
         raise ConfigError("the device is too small")
+
+
+def test_an_interrupt_ends_a_stopped_process(manifest: Manifest, tmp_path: Path) -> None:
+    artifact = write(manifest, tmp_path, "weights/one")
+    with pytest.raises(KeyboardInterrupt), hashes_compared(artifact, ["weights/one"]):
+        [child] = hash_processes()
+        child.suspend()
+        raise KeyboardInterrupt
+    assert not child.is_running()
+
+
+def let_pass(gate: Path) -> None:
+    """Wait until a process opens the named pipe `gate` for reading, and let it read nothing."""
+
+    def is_open() -> bool:
+        try:
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            return False
+        return True
+
+    eventually(is_open)
+
+
+def test_signals_of_the_terminal_are_left_to_the_parent(manifest: Manifest, tmp_path: Path) -> None:
+    names = ["weights/first", "weights/second"]
+    artifact = write(manifest, tmp_path, *names)
+    for name in names:
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+    answered = (
+        r"2 file.*\n.*first: cannot be read: .*not seekable.*\n.*second: cannot be read: .*not seekable"
+    )
+    with pytest.raises(IntegrityError, match=answered), hashes_compared(artifact, names) as wait:
+        [child] = hash_processes()
+        let_pass(tmp_path / names[0])
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            child.send_signal(number)
+        let_pass(tmp_path / names[1])
+        wait()
+
+
+_KILLED = """
+import hashlib, sys
+from pathlib import Path
+from types import SimpleNamespace
+from mingc.artifacts.artifact import Artifact
+from mingc.artifacts.hash_process import hashes_compared
+
+with hashes_compared(Artifact(Path(sys.argv[1]), SimpleNamespace(files={})), ["gate", "shut"]):
+    print("hashing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    for name in ("gate", "shut"):
+        os.mkfifo(tmp_path / name)
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"hashing\n"
+        [child] = psutil.Process(parent.pid).children()
+        let_pass(tmp_path / "gate")
+        parent.kill()
+    try:
+        child.wait(20)
+    finally:
+        if child.is_running():
+            child.kill()
 
 
 @pytest.mark.parametrize(
