@@ -54,7 +54,13 @@ class Worker:
         return True
 
     def record_end(self) -> Callable[[], None]:
-        return lambda: None
+        launched = self.calls[-1]
+
+        def wait() -> None:
+            if self.broken == "wait" and "bad" in launched:
+                raise RuntimeError("the device is lost")
+
+        return wait
 
     def wait(self, batch: Any) -> None:
         batch.num_done = batch.step
@@ -155,7 +161,7 @@ def test_a_cancelled_request_ends_before_the_next_step(steps: int) -> None:
     check_all_is_free(stand.loop)
 
 
-@pytest.mark.parametrize("broken", ["prepare bad", "begin bad [1]", "step 2 bad", "decode bad"])
+@pytest.mark.parametrize("broken", ["prepare bad", "begin bad [1]", "step 2 bad", "decode bad", "wait"])
 def test_an_error_fails_the_request_of_its_batch_alone(broken: str) -> None:
     stand = Stand()
     stand.worker.broken = broken

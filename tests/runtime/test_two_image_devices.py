@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import repeat
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -104,6 +106,47 @@ def test_blocks_are_launched_on_both_devices_in_turn_and_first_on_the_second() -
     batch = of.begin(of.prepare(drawing()), [3])
     of.step(batch)
     assert order == ["second", "first"] * len(BLOCKS)
+
+
+def test_a_step_leaves_nothing_of_its_blocks() -> None:
+    """Their memory is planned for one step, and decoding follows the last."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(Second):
+        def blocks(
+            self, tokens: Tensor, caption: Tensor, layout: TokenLayout, time: float
+        ) -> Iterator[Tensor]:
+            for each in super().blocks(tokens, caption, layout, time):
+                made.append(weakref.ref(each))
+                yield each
+
+    of = worker(Watched())
+    batch = of.begin(of.prepare(drawing()), [3])
+    of.step(batch)
+    assert len(made) == len(BLOCKS) and all(each() is None for each in made)
+
+
+def test_the_end_of_a_block_is_its_end_on_both_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking, "the thinker's thread needs the processor"
+
+        def record(self, stream: torch.device) -> None:
+            self.stream = stream
+
+        def synchronize(self) -> None:
+            waited.append(self.stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    of, devices = worker(), [torch.device("cuda", index) for index in range(2)]
+    of.samplers = tuple(SimpleNamespace(device=each) for each in devices)  # type: ignore[assignment]
+    wait = of.record_end()
+    assert waited == []
+    wait()
+    assert waited == devices
 
 
 def test_the_second_device_computes_the_negative_samples() -> None:

@@ -737,6 +737,45 @@ def test_kv_pages_leave_the_memory_of_pictures_free_where_they_share_a_device(
     assert seen == [chosen or [CPU], [CPU, CPU], reserved]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "busy", "gives_way"),
+    [
+        ([], None, False),
+        ([], "thinker", True),
+        ([], "talker", True),
+        ([META], "thinker", False),
+        ([META], "talker", False),
+        ([META, CPU], "thinker", True),
+        ([META, CPU], "talker", True),
+    ],
+    ids=str,
+)
+def test_pictures_give_way_to_thinker_and_talkers_of_their_devices(
+    two_ranks: Path,
+    chosen: list[torch.device],
+    busy: str | None,
+    gives_way: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loop(name: str) -> SimpleNamespace:
+        return SimpleNamespace(has_work=name == busy, is_healthy=True, worker=SimpleNamespace(device=CPU))
+
+    talkers, pictures = SimpleNamespace(loops=[loop("talker")]), SimpleNamespace()
+    replacements: dict[str, Any] = {
+        "find_image_stages": lambda _: SimpleNamespace(names=()),
+        "image_devices": lambda *_, draws: chosen,
+        "build_images": lambda *_: SimpleNamespace(num_bytes=1, loop=pictures),
+        "build_chat": lambda *_, **__: (None, SimpleNamespace(loop=loop("thinker"))),
+        "build_speech": lambda *_: SimpleNamespace(talkers=talkers),
+        "free_bytes": lambda devices: {},
+        "_info": lambda *_, **__: None,
+    }
+    for each, value in replacements.items():
+        monkeypatch.setattr(builder, each, value)
+    open_service(two_ranks)
+    assert pictures.others_have_work() == gives_way
+
+
 class Queries:
     """Learned rows that go to any device."""
 

@@ -24,7 +24,6 @@ from mingc.runtime.images.worker import Drawing, ImageWorker, PicturePrompt
 from mingc.runtime.request import ImageRequest
 from mingc.runtime.request_stream import HiddenRowsItem
 from mingc.runtime.service.drawing import ImagePipeline, negative_messages, picture_prompts, plan_batch
-from mingc.runtime.service.image_builder import others_have_work
 
 WIDTH, INNER = 4096, 8192
 SAMPLER = replace(DIT, hidden_size=WIDTH, feed_forward_size=INNER)  # whose steps need more than the VAE
@@ -115,21 +114,6 @@ def test_memory_is_planned_for_the_dtype_of_the_networks() -> None:
     rough = LoadedStage("image_dit", graphs, {"angles_0": torch.zeros(4)})
     found = [ImageSampler(each, DIT, torch.device("cpu")).itemsize for each in (stage, rough)]
     assert found == [4, 2]
-
-
-@pytest.mark.parametrize(
-    ("busy", "gives_way"),
-    [(None, False), ("thinker", True), ("first talker", False), ("second talker", True)],
-)
-def test_pictures_give_way_to_loops_of_their_devices(busy: str | None, gives_way: bool) -> None:
-    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-
-    def loop(name: str, device: torch.device) -> Any:
-        return SimpleNamespace(has_work=name == busy, is_healthy=True, worker=SimpleNamespace(device=device))
-
-    talkers = [loop("first talker", first), loop("second talker", second)]
-    assert others_have_work([second], loop("thinker", second), talkers)() == gives_way
-    assert others_have_work([second], None, talkers)() == (busy == "second talker")
 
 
 def test_two_devices_take_twice_the_pictures_with_guidance() -> None:
