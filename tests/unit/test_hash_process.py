@@ -40,8 +40,15 @@ def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path
     folder = "/".join(["ü " * 60] * 8)  # six characters of JSON for one
     names = [f"{folder}/{index}" for index in range(40)]
     artifact = write(manifest, tmp_path, *names)
+    written = [-1]
+
+    def is_full() -> bool:
+        written.append(child.io_counters().write_chars)
+        return written[-1] == written[-2] > 32768
+
     with hashes_compared(artifact, names) as wait:
-        assert len(hash_processes()) == 1
+        [child] = hash_processes()
+        eventually(is_full)  # then a line is cut where the pipe ends
         wait()
     assert not hash_processes()
     (tmp_path / names[-1]).write_bytes(b"changed")
