@@ -37,7 +37,7 @@ def hash_processes() -> list[psutil.Process]:
 
 def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path: Path) -> None:
     """Also lines that are longer than what is written at once."""
-    folder = "/".join(["ü " * 60] * 8)  # six characters of JSON for one
+    folder = "/".join(["ü" * 119 + " "] * 14)  # six characters of JSON for each, three pages in all
     names = [f"{folder}/{index}" for index in range(40)]
     artifact = write(manifest, tmp_path, *names)
     written = [-1]
