@@ -210,6 +210,7 @@ class RankGroup:
                 text=True,
                 errors="backslashreplace",
                 pass_fds=(theirs.fileno(), config.parent_pipe),
+                process_group=0,  # Ctrl-C would interrupt it while it imports, before it ignores signals
             )
         ours.settimeout(_START_TIMEOUT_S)
         self._sockets.append(ours)
