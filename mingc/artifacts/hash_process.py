@@ -22,6 +22,7 @@ from pathlib import Path
 from mingc.artifacts.artifact import Artifact, file_hashes, hash_or_problem, raise_changed, unreadable
 from mingc.artifacts.file_region import FileRegion
 from mingc.errors import WorkerError
+from mingc.python_module import module_command, module_environment
 
 _POLL_S = 0.02
 _READ_BYTES = 1 << 16
@@ -84,7 +85,8 @@ def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[bytes]]:
     described = [(each.name, str(each.path), each.offset, each.size_bytes) for each in largest_first]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mingc.artifacts.hash_process"],
+            module_command("mingc.artifacts.hash_process"),
+            env=module_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
+
+from mingc.python_module import module_command, module_environment
 
 
 @contextmanager
@@ -19,12 +19,12 @@ def serve_child(
     `stop_s`: how long it may take to end before it is killed. `log`: its stderr; None: that of this process.
     """
     child = subprocess.Popen(
-        [sys.executable, "-m", "mingc.console.child_main", "serve", *words],
+        module_command("mingc.console.child_main", "serve", *words),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         # Keys would refuse the requests, which have none.
-        env={name: value for name, value in os.environ.items() if name != "MINGC_API_KEYS"},
+        env={name: value for name, value in module_environment().items() if name != "MINGC_API_KEYS"},
     )
     assert child.stdin is not None and child.stdout is not None
     try:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +31,7 @@ from mingc.media.speech import BlockReader
 from mingc.media.voice_clip import check_speech
 from mingc.prompts.features import Features, VoiceClip
 from mingc.prompts.media_decoder import MediaTask, TurnRules
+from mingc.python_module import module_command, module_environment
 
 log = logging.getLogger("mingc.preprocess")
 _EXIT_S = 5.0
@@ -351,17 +350,12 @@ class _Decoder:
             ours.enter_context(self._socket)  # closed if the process cannot be started
             config = DecoderConfig(socket=theirs.fileno(), max_bytes=max_bytes, timeout_s=timeout_s)
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "mingc.media.decoder_process",
-                    json.dumps(encode(config)),
-                ],
+                module_command("mingc.media.decoder_process", json.dumps(encode(config))),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # decoders write about every damaged byte
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, **_ENVIRONMENT},
+                env={**module_environment(), **_ENVIRONMENT},
             )
             ours.pop_all()
 

@@ -21,15 +21,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.errors": (),
     "mingc.options": ("mingc.errors",),
     "mingc.plugins": ("mingc.errors",),
+    "mingc.python_module": (),
     # The machine and what it has: GPUs, libraries, memory, the parent process.
     "mingc.host": (),
     "mingc.host.machine": ("mingc.artifacts.target",),
     "mingc.dtypes": ("mingc.artifacts",),
     "mingc.numerics": ("mingc.artifacts",),  # error measure and tolerances that export and verify share
     "mingc.artifacts.target": (),  # the GPU table: data that every package may read
-    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors"),
+    "mingc.artifacts": ("mingc.artifacts.target", "mingc.errors", "mingc.python_module"),
     "mingc.console.signals": (),
-    "mingc.console": ("mingc.artifacts", "mingc.errors", "mingc.options"),
+    "mingc.console": ("mingc.artifacts", "mingc.errors", "mingc.options", "mingc.python_module"),
     "mingc.console.child_main": ("mingc.cli", "mingc.host"),
     # Loads the commands by name.
     "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
@@ -208,6 +209,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.media.dsp",
         "mingc.options",
         "mingc.prompts",
+        "mingc.python_module",
     ),
     # Inside the runtime, from what everything shares up to the service.
     "mingc.runtime": ("mingc.errors", "mingc.prompts"),
@@ -244,11 +246,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.artifacts",
         "mingc.errors",
         "mingc.host",
+        "mingc.python_module",
         "mingc.runtime.distributed",
         "mingc.runtime.engines",
         "mingc.runtime.thinker",
     ),
-    "mingc.runtime.grammar": ("mingc.errors", "mingc.prompts", "mingc.runtime"),
+    "mingc.runtime.grammar": ("mingc.errors", "mingc.prompts", "mingc.python_module", "mingc.runtime"),
     "mingc.runtime.talker": (
         "mingc.artifacts",
         "mingc.dtypes",

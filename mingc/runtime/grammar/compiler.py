@@ -8,12 +8,12 @@ import json
 import logging
 import signal
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 
 from mingc.errors import CapacityError, WorkerError
 from mingc.prompts.tokenizer import TextTokenizer
+from mingc.python_module import module_command, module_environment
 from mingc.runtime.grammar.check_process import CPU_SECONDS, MAX_BYTES
 from mingc.runtime.grammar.grammars import grammar_text, unsupported
 from mingc.runtime.grammar.matcher import GrammarMatcher, brief
@@ -98,7 +98,8 @@ class GrammarCompiler:
 
     def _start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "mingc.runtime.grammar.check_process"],
+            module_command("mingc.runtime.grammar.check_process"),
+            env=module_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mingc.artifacts.codec import encode
 from mingc.errors import RankError
+from mingc.python_module import module_command, module_environment
 from mingc.runtime.distributed import process_group
 from mingc.runtime.engines.cuda_graphs import AsyncHostCopy
 from mingc.runtime.engines.stage_loader import LoadedStage
@@ -203,7 +204,8 @@ class RankGroup:
         with theirs:
             arguments = {**encode(config), "step_socket": theirs.fileno()}
             child = subprocess.Popen(
-                [sys.executable, "-m", "mingc.runtime.thinker.ranks.rank_process", json.dumps(arguments)],
+                module_command("mingc.runtime.thinker.ranks.rank_process", json.dumps(arguments)),
+                env=module_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
