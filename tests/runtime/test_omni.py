@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,10 +26,11 @@ from held_resources import service_resources, wait_until_equal, wait_until_free
 
 from mingc.errors import CapacityError, RequestError, WorkerError
 from mingc.media.decoder_pool import DecoderPool
-from mingc.prompts.conversation import Message, TextPart
+from mingc.prompts.conversation import MediaPart, Message, TextPart
 from mingc.prompts.features import VisionFeatures
 from mingc.prompts.prompt_writer import MediaFeatures, PreparedPrompt
 from mingc.prompts.thinker_prompt import AUDIO, VISION, WORD
+from mingc.prompts.tools import Tool, ToolUse
 from mingc.runtime import engine_thread
 from mingc.runtime.encoders.cache import EncoderCache
 from mingc.runtime.encoders.encoder import VisionEncoder
@@ -38,6 +40,7 @@ from mingc.runtime.request import (
     AudioDelta,
     ChatRequest,
     CompletionRequest,
+    Constraint,
     Done,
     Event,
     MemoryUse,
@@ -47,6 +50,7 @@ from mingc.runtime.request import (
     SpeechRequest,
     TextDelta,
     TextDone,
+    TextRequest,
 )
 from mingc.runtime.request_stream import EventQueue, RequestStream
 from mingc.runtime.service.omni import OmniService
@@ -115,8 +119,7 @@ def test_short_prompts_that_come_together_share_the_first_chunk(
     service = make_service(loop=loop)
 
     async def answer(prompt: str) -> list[Event]:
-        request = CompletionRequest(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=2))
-        return [event async for _, event in service.answers(request)]
+        return [event async for _, event in service.answers(completion(prompt))]
 
     async def ask() -> list[list[Event]]:
         return await asyncio.gather(*(answer(f"Why {number}?") for number in range(num_prompts)))
@@ -126,35 +129,54 @@ def test_short_prompts_that_come_together_share_the_first_chunk(
     assert counts == [4, 1][: num_prompts - 3]
 
 
-@pytest.mark.parametrize(
-    ("messages", "is_inline"),
-    [
-        ([["Why?"]], True),
-        ([["Why?"], ["Because."] * 3, ["No."]], True),
-        ([["Why? " * 300]], False),
-        ([[""]] * 60, False),
-        ([[""] * 60], False),
-    ],
-    ids=["short", "short turns", "long", "many messages", "many parts"],
-)
-def test_only_short_prompts_are_written_on_the_event_loop(
-    messages: list[list[str]], is_inline: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def turns(*messages: Sequence[str]) -> ChatRequest:
+    """A chat whose messages have these parts."""
     parts = [tuple(TextPart(text=text) for text in each) for each in messages]
-    request = replace(chat(""), messages=tuple(Message(role="user", parts=each) for each in parts))
-    threads: list[int] = []
+    return replace(chat(""), messages=tuple(Message(role="user", parts=each) for each in parts))
+
+
+def completion(prompt: str) -> CompletionRequest:
+    return CompletionRequest(request_id="r", prompt=prompt, sampling=SamplingParams(max_tokens=2))
+
+
+PICTURE = MediaPart(kind="image", data=b"", where="messages[0]")
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_inline"),
+    [
+        (turns(["Why?"]), True),
+        (turns(["Why?"], ["Because."] * 3, ["No."]), True),
+        (completion("Why?"), True),
+        (turns(["Why? " * 300]), False),
+        (completion("Why? " * 300), False),
+        (turns(*([[""]] * 60)), False),
+        (turns([""] * 60), False),
+        (replace(chat(""), messages=(Message(role="user", parts=(PICTURE,)),)), False),
+        (replace(chat("Why?"), tools=ToolUse(tools=(Tool(name="f", definition="{}"),))), False),
+        (chat("Why?", constraint=Constraint(kind="regex", text="a", param="regex")), False),
+    ],
+    ids=["short", "short turns", "text", "long", "long text", "many messages", "many parts", "media", "tools",
+         "constraint"],
+)  # fmt: skip
+def test_only_short_prompts_are_written_on_the_event_loop(
+    request_: TextRequest, is_inline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Media, schemas of tools and constraints may take long however short the text is."""
+    threads: set[int] = set()
     service = make_service()
-    prepare = ChatPipeline.prepare
 
-    def noting(*arguments: Any) -> Any:
-        threads.append(threading.get_ident())
-        return prepare(*arguments)
+    def noting(work: Callable[..., Any], *arguments: Any) -> Any:
+        threads.add(threading.get_ident())
+        return work(*arguments)
 
-    monkeypatch.setattr(ChatPipeline, "prepare", noting)
+    for work in (ChatPipeline.matchers, ChatPipeline.prepare):
+        monkeypatch.setattr(ChatPipeline, work.__name__, partialmethod(partial(noting, work)))
 
     async def ask() -> None:
-        with contextlib.suppress(RequestError):  # longer than the context
-            await collect(service.chat(request))
+        with contextlib.suppress(RequestError):  # longer than the context, or more than this service has
+            async for _ in service.answers(request_):
+                pass
         assert [each == threading.get_ident() for each in threads] == [is_inline]
 
     run(service, ask())
@@ -948,6 +970,16 @@ def test_a_text_that_takes_long_to_read_is_handed_to_a_thread(monkeypatch: pytes
     events = run(service, collect(service.speech(speech_request(text, max_steps=1))))
     assert [is_here for _, is_here in read] == [True, False]
     assert " ".join(piece for piece, _ in read) == text and done_of(events).usage.audio_patches == 2
+
+
+def test_a_text_that_ends_with_the_piece_that_took_long_is_spoken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is left for the thread to queue, which would wake the talker."""
+    monkeypatch.setattr(engine_thread, "_IDLE_WAIT_S", 90.0)
+    monkeypatch.setattr("mingc.runtime.service.omni._INLINE_S", -1.0)
+    service = make_service()
+    assert done_of(run(service, collect(service.speech(speech_request("Hello.", max_steps=1))))).finish_reason
 
 
 def test_speech_with_given_noise_is_reproducible() -> None:

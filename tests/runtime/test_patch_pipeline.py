@@ -92,8 +92,10 @@ def speak(device: torch.device, work: CountingWork) -> list[tuple[NDArray[np.flo
 
 
 def check(made: list[tuple[NDArray[np.float32], ...]]) -> None:
-    """Samples, stop probabilities and latents of every patch are those of the CPU."""
+    """Samples, their sums, stop probabilities and latents of every patch are those of the CPU."""
     cpu = torch.device("cpu")
+    for samples, sums, *_ in made:  # of whole numbers, so in any order
+        assert np.array_equal(sums, samples.sum(1))
     for found, wanted in zip(made, speak(cpu, CountingWork(cpu)), strict=True):
         for one, other in zip(found, wanted, strict=True):
             assert np.array_equal(one, other)

@@ -75,6 +75,22 @@ def test_items_that_arrive_together_wake_the_event_loop_once(monkeypatch: pytest
     assert [item.token for item in items] == [*range(16), 99]
 
 
+def test_a_reader_that_was_cancelled_loses_no_item_of_its_stream_or_others() -> None:
+    async def main() -> None:
+        event_queue = EventQueue(asyncio.get_running_loop())
+        left, other = RequestStream(event_queue), RequestStream(event_queue)
+        reader = asyncio.ensure_future(left.get())
+        await asyncio.sleep(0)
+        reader.cancel()
+        for number, stream in enumerate((left, left, other)):  # handed over in the turn that ends the reader
+            stream.put(token(number))
+        found = [await next_of(stream) for stream in (other, left, left)]
+        assert found == [token(2), token(0), token(1)]
+        assert reader.cancelled()
+
+    asyncio.run(main())
+
+
 def test_a_closed_event_loop_closes_its_streams() -> None:
     loop = asyncio.new_event_loop()
     event_queue = EventQueue(loop)

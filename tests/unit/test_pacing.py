@@ -90,6 +90,14 @@ def test_playback_starts_when_the_first_audio_has_left_and_not_before() -> None:
     assert pacing.due(101.0) == [1]
 
 
+def test_a_patch_that_is_ready_and_the_only_one_before_playback_is_unread() -> None:
+    pacing = make_pacing(1, 1)
+    pacing.launch([1], 0.0)
+    assert pacing.unread == set(), "the client has had nothing to read"
+    pacing.deliver(1, RATE, 0.2)
+    assert pacing.unread == {1}
+
+
 @pytest.mark.parametrize("lead", [1, 2, 3, 5])
 def test_before_playback_as_many_patches_are_made_as_the_lead_has(lead: int) -> None:
     pacing = make_pacing(lead, 1)
@@ -185,6 +193,7 @@ def test_the_clock_goes_on_between_segments_and_the_next_one_takes_a_slot_when_i
     assert pacing.admissible([1], 1.9) == []
     assert pacing.next_time([1], 1.9) == 2.0
     assert pacing.admissible([1], 2.0) == [1]
+    assert pacing.next_time([1], 2.0) == math.inf, "it may begin, and waits for a slot alone"
     add(pacing, 2, 2.0)
     assert pacing.admissible([1, 2], 2.0) == [2, 1], "a new request first"
 
@@ -224,6 +233,17 @@ def test_a_patch_after_its_playback_time_is_one_underrun_and_playback_goes_on_fr
     assert pacing.num_underruns == 1
     make_patches(pacing, 1, 1, 7.0)
     assert pacing.num_underruns == 2
+
+
+def test_a_patch_that_comes_late_gives_its_listener_sound_from_then_on() -> None:
+    pacing = make_pacing(3, 1)
+    play(pacing, 1, 3, 0.0)
+    pacing.launch([1], 2.5)
+    pacing.open(2, is_live=True)
+    pacing.arrive(2, 4.0)
+    assert pacing.admissible([2], 4.4) == [], "the other listener has no sound"
+    pacing.deliver(1, RATE, 4.5)
+    assert pacing.admissible([2], 4.5) == [2], "it has until 5.5"
 
 
 def test_what_a_client_does_not_read_is_no_underrun_and_whole_speech_has_none() -> None:

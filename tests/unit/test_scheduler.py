@@ -85,6 +85,14 @@ def test_a_chunk_is_full_with_as_many_prompts_or_tokens_as_may_share_one(
     assert scheduler.fills_chunk == is_full
 
 
+def test_of_a_prompt_only_what_is_left_of_it_fills_a_chunk() -> None:
+    scheduler = make_thinker(max_prompts=3, chunk=1024, max_context=2048, num_pages=1025)
+    scheduler.add(1, prompt_tokens=1024 + 8, max_tokens=1)
+    assert scheduler.fills_chunk
+    scheduler.commit(scheduler.plan())
+    assert not scheduler.fills_chunk
+
+
 @pytest.mark.parametrize(
     ("two_batch_rows", "expected"),
     [(0, [(0, 8, False), (8, 8, False), (16, 3, True)]), (16, [(0, 16, False), (16, 3, True)])],

@@ -217,7 +217,10 @@ def test_a_clause_of_plain_words_ends_with_its_comma_whatever_follows(after: str
     [
         "一共有一千零1，",
         "He came here in January,",
+        "It was on a Tuesday in Sept,",
         "They met him on 24 June,",
+        "It is the 2nd of the rooms,",
+        "They chose the plan A,",
         'She said "come with us,',
         "See https://a.example/of/b,",
         "Call the `function f,",

@@ -153,7 +153,10 @@ def test_spaces_between_words_are_kept_where_decoding_drops_the_first() -> None:
 
 def test_no_special_token_is_added_to_a_text() -> None:
     assert word_tokenizer().encode("one two").ids == [0, 1, 2]
-    assert TextTokenizer(word_tokenizer()).encode("one two") == [1, 2]
+    tokenizer = TextTokenizer(word_tokenizer())
+    for count in (1, 1000):  # by one thread, and by several
+        for encode in (tokenizer.encode, tokenizer.encode_plain):
+            assert encode(" ".join(["one two"] * count)) == [1, 2] * count
 
 
 def test_invalid_files_and_unknown_tokens_are_named(tmp_path: Path) -> None:
@@ -204,6 +207,21 @@ def test_a_cached_encoder_keeps_the_texts_that_were_used_last_within_its_limit()
     nothing = CachedEncoder(encode, 0, None)
     nothing("h" * 300), nothing("h" * 300)
     assert asked == ["h", "h"]
+
+
+def test_a_block_that_two_threads_tokenize_at_once_is_kept_once() -> None:
+    asked: list[str] = []
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        asked.extend(text[0] for text in texts)
+        if len(asked) == 1:
+            encoder(texts[0])  # by another thread meanwhile
+        return [[ord(each) for each in text] for text in texts]
+
+    encoder = CachedEncoder(encode, 900, None)
+    for letter in "abcabc":  # three of 300 characters fit
+        assert [*encoder(letter * 300)] == [ord(letter)] * 300
+    assert "".join(asked) == "aabc"
 
 
 def test_other_threads_run_while_a_text_is_tokenized() -> None:
