@@ -228,7 +228,7 @@ def test_a_decoder_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPa
 def test_a_pool_does_not_start_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """soundfile is there, its cffi is not: nothing would play clips but a slower library."""
     (tmp_path / "soundfile.py").write_text("raise ModuleNotFoundError(\"No module named 'cffi'\")")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(tmp_path)
     lacking = DecoderPool()
     try:
         with pytest.raises(

@@ -60,9 +60,10 @@ class Ranks:
         popen = subprocess.Popen
 
         def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-            assert words[1:3] == ["-m", "mingc.runtime.thinker.ranks.rank_process"]
-            self.configs.append(words[3])
-            return popen([sys.executable, "-c", child, words[3]], **{**options, "stdout": subprocess.DEVNULL})
+            *_, module, config = words
+            assert module == "mingc.runtime.thinker.ranks.rank_process"
+            self.configs.append(config)
+            return popen([sys.executable, "-c", child, config], **{**options, "stdout": subprocess.DEVNULL})
 
         monkeypatch.setattr(rank_group, "process_group", fake_group)
         monkeypatch.setattr(subprocess, "Popen", start)

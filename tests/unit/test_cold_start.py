@@ -20,7 +20,7 @@ SERVER = """#!{python} -SE
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 words = sys.argv[1:]
-assert words[:3] == ["-m", "mingc.console.child_main", "serve"] and words[4:] == [
+assert words[2:4] == ["mingc.console.child_main", "serve"] and words[5:] == [
     "--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"], words
 asked = []
 class Handler(BaseHTTPRequestHandler):
@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         if {status} == 0: os._exit(1)
         self.reply(b"refused" if {status} != 200 else b"answer", {status})
 server = HTTPServer(("127.0.0.1", 0), Handler)
-open({log!r}, "a").write(json.dumps([words[3], os.getpid()]) + "\\n")
+open({log!r}, "a").write(json.dumps([words[4], os.getpid()]) + "\\n")
 startup = {{"import": 0.002, "load engines": 0.001, "other": 0.004}}
 print(json.dumps({{"url": f"http://127.0.0.1:{{server.server_port}}", "startup_s": startup}}), flush=True)
 server.serve_forever()
@@ -166,7 +166,7 @@ def test_the_server_is_started_without_keys(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OSError, match="no process"):
         measure_cold_start(Path("some"), lambda step: None)
     ((interpreter, *rest),) = asked
-    serve = ["-m", "mingc.console.child_main", "serve", "some"]
+    serve = ["-P", "-m", "mingc.console.child_main", "serve", "some"]
     options = ["--host", "127.0.0.1", "--port", "0", "--drain-seconds", "0", "--json"]
     assert interpreter == sys.executable and rest == [*serve, *options]
 
