@@ -150,7 +150,7 @@ BUGS: Mapping[str, ServedBug] = {
     "sigma": ServedBug(
         "sigma is replaced by guidance",
         TalkerWorker,
-        "_write_inputs",
+        "_write_patch",
         _guidance_as("sigma"),
         _SETTINGS,
         "speech with settings.latents (alone)",
@@ -158,7 +158,7 @@ BUGS: Mapping[str, ServedBug] = {
     "temperature": ServedBug(
         "temperature is replaced by guidance",
         TalkerWorker,
-        "_write_inputs",
+        "_write_patch",
         _guidance_as("temperature"),
         _SETTINGS,
         "speech with settings.latents (alone)",

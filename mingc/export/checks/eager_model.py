@@ -258,7 +258,7 @@ class EagerModel:
 def _velocity(sampler: Any, frames: Sequence[Tensor], caption: Tensor, time: float) -> Tensor:
     """Velocity (C, h, w) of the first of `frames`, each (C, h, w), with one `caption` (L, C)."""
     channels, height, width = frames[0].shape
-    size = sampler.config.patch_size
+    size = sampler.ends.config.patch_size
     grid = (height // size, width // size)
 
     def padded(values: Tensor) -> tuple[Tensor, Tensor]:
