@@ -122,6 +122,7 @@ class Schedule:
         self._recipe, self._folder, self._replay, self._step = plan.recipe, folder, replay, step
         self._timer = timer
         self._paths = {stage: tuple(file.path for file in each) for stage, each in plan.files.items()}
+        self._alone = {stage for stage in self._paths if plan.recipe.runs_alone(stage)}
         tasks = {
             graph.name: GraphTask(
                 recipe=plan.recipe,
@@ -286,7 +287,7 @@ class Schedule:
         self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object
     ) -> Future[_T]:
         """Start `work` on a graph, alone in its process where its backend may be refused or crash."""
-        if self._recipe.runs_alone(task.stage):
+        if task.stage in self._alone:
             return pool.submit_alone(task.name, work, task, *arguments)
         return submit(pool, task.name, work, task, *arguments)
 
