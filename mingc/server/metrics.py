@@ -424,11 +424,11 @@ class RequestTimer:
                 await close()
 
     def _see(self, answer: int, event: Event | ImageEvent) -> None:
+        now = time.monotonic()
         kind = ImageDone if isinstance(event, PartialImage) else type(event)
         if (histogram := self._first.pop(kind, None)) is not None:
-            histogram.observe(time.monotonic() - self._start)
+            histogram.observe(now - self._start)
         if kind is TextDelta:
-            now = time.monotonic()
             if answer in self._last_token:
                 self._metrics.between_tokens.observe(now - self._last_token[answer])
             self._last_token[answer] = now

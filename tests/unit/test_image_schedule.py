@@ -74,7 +74,8 @@ def test_positions_count_captions_frames_rows_and_columns() -> None:
         rows = -(-len(golden[f"{name}.caption"]) // 32) * 32
         layout = token_layout(parameters(), (size[0], size[1]), num_frames, rows)
         assert channels == 16 and layout.num_noisy == size[0] * size[1] // 4
-        assert torch.equal(layout.positions, expected.long())
+        caption = golden[f"{name}.inner.cap_pos"]
+        assert torch.equal(layout.positions, torch.cat((expected, caption)).long())
 
 
 def test_tokens_are_patches_by_row_and_column_with_channels_innermost() -> None:
