@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from mingc.host.description import installed_version
 
 RTX = "tensorrt_rtx"
 CLASSIC = "tensorrt"
@@ -36,7 +37,7 @@ def find_library() -> str | None:
 
 def compiling_library() -> str | None:
     """The library that the installed torch-tensorrt compiles for; None without torch-tensorrt."""
-    return next((name for name, each in COMPILERS.items() if _version(each) is not None), None)
+    return next((name for name, each in COMPILERS.items() if installed_version(each) is not None), None)
 
 
 def compiler_problem(library: str, torch_release: str, unlisted: str | None) -> str | None:
@@ -59,20 +60,13 @@ def compiler_problem(library: str, torch_release: str, unlisted: str | None) -> 
             f"'mingc[{_EXTRAS[RTX]}]' 'tensorrt-rtx=={_UNLISTED}.*'"
         )
     compiler, own = COMPILERS[library], DISTRIBUTIONS[library]
-    bindings = next(filter(None, map(_version, (*_BINDINGS[library], own))), None)
-    for name, found, number in ((compiler, _version(compiler), release), (own, bindings, wanted)):
+    bindings = next(filter(None, map(installed_version, (*_BINDINGS[library], own))), None)
+    for name, found, number in ((compiler, installed_version(compiler), release), (own, bindings, wanted)):
         if found is None:
             return f"needs {name}, not installed: pip install {install}"
         if number and not found.startswith(f"{number}."):
             return f"{name} {found} does not fit torch {torch_release}: pip install {install}"
     return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def import_library(name: str) -> Any:

@@ -210,7 +210,7 @@ def test_versions_that_do_not_fit_are_refused_with_the_installation_that_does(
     """The pairs: torch-tensorrt 2.11 cannot be imported with 1.5 or later, 2.12 takes 1.4, 2.13 requires 1.5."""
     names = {"tensorrt_rtx": ("torch-tensorrt-rtx", "tensorrt-rtx-cu13-bindings")}
     installed = dict(zip(names.get(library, ("torch-tensorrt", "tensorrt")), (compiler, own), strict=True))
-    monkeypatch.setattr(tensorrt_library, "_version", installed.get)
+    monkeypatch.setattr(tensorrt_library, "installed_version", installed.get)
     found = tensorrt_library.compiler_problem(library, torch_release, unlisted)
     assert found is None if problem is None else str(found).endswith(problem)
 
@@ -220,7 +220,7 @@ def test_both_dtypes_are_taken_and_the_library_of_the_target_is_named(
 ) -> None:
     release = torch.__version__[:4]
     installed = {"torch-tensorrt": release + ".0", "tensorrt": "10.15"}
-    monkeypatch.setattr(tensorrt_library, "_version", installed.get)
+    monkeypatch.setattr(tensorrt_library, "installed_version", installed.get)
     words: dict[str, Any] = {"target": "cuda", "stages": ("talker", "cfm", "audio_vae")}
     for dtype in ("float32", "bfloat16"):
         mixed = recipe(tmp_path, dtype=dtype, backend=("aoti", "tensorrt:talker,cfm"), **words)

@@ -178,9 +178,8 @@ class _GraphCheck:
     def _run(self, engine: EngineRecord, calls: Sequence[_Tensors]) -> list[dict[str, torch.Tensor]]:
         """Outputs and state of `engine` after each of `calls`."""
         task = self._task
-        if (
-            task.recipe.device != task.recipe.target
-        ):  # RTX cards are not here: the manifest notes that none ran
+        if task.recipe.device != task.recipe.target:
+            # The cards are not here: the manifest notes that their engines did not run.
             return [EagerRanks(self._plan, [self._module], call).run() for call in calls]
         with library_errors(f"the engine of {engine.backend} does not run", task.name):
             return self._replay(
