@@ -1,13 +1,14 @@
-"""Engines of TensorRT, or of `--backend`, on one GPU: compared with AOTInductor and plain torch, and tried by `auto`.
+"""Engines of TensorRT, or of `--backend`, on one GPU: beside AOTInductor and plain torch, served, and tried by `auto`.
 
-    python benchmarks/backend_engines.py --output DIR [--parts released,auto] [--limit SECONDS] [--commit HASH]
+    python benchmarks/backend_engines.py --output DIR [--parts released,served,auto] [--limit SECONDS] [--commit HASH]
 
 Parts, in the order given:
 
 `released`  graphs of the released dims with random weights, `--layers` layers of each transformer, at one or more
             buckets. Both backends build them through the export's own code. Errors follow the rule of an export; times
             are taken in turns, as CUDA graphs. Two more cases ask whether the float32 of TensorRT is TF32.
-`auto`      `export --backend auto` of the speech stages of the tiny checkpoint, with the times it chose from.
+`served`    the speech stages of the tiny checkpoint: exported, verified, served, and asked for speech.
+`auto`      `export --backend auto` of the same stages, with the times it chose from.
 
 Every slow step is a process with its own limit, so that a step that fails, crashes or hangs leaves the others. After
 each step the script writes `results.json` in DIR, and with a commit the result file `result.json`. Nothing is patched.
@@ -19,6 +20,7 @@ builds from, of the part `released` on a CPU, and nothing else.
 from __future__ import annotations
 
 import argparse
+import array
 import datetime
 import fcntl
 import json
@@ -30,6 +32,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +42,7 @@ from typing import Any
 from arguments import seconds, whole, wholes
 from part_driver import ROOT, Driver, Running, write_whole
 
-PARTS = {"released": 5.0, "auto": 3.0}
+PARTS = {"released": 5.0, "served": 3.0, "auto": 3.0}
 """Names of parts, and their shares of the time."""
 SPEECH = ("talker", "cfm", "audio_vae")
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
@@ -380,7 +383,9 @@ def figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows += _measure_rows(case, found)
         elif kind == "auto" and case == "export":
             rows += found.get("times", [])
-        if kind == "auto" and "exit" in found:
+        elif "answers" in found:
+            rows += _served_rows(found)
+        if kind in ("served", "auto") and "exit" in found:
             rows.append(_command_row(name, found))
     return rows
 
@@ -413,6 +418,15 @@ def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _served_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = [
+        {"name": "speech", "case": f"request {index}", "n": 1, "unit": "s", **each}
+        for index, each in enumerate(found["answers"], 1)
+    ]
+    start = {"name": "server_start_s", "median": found["start_s"], "n": 1, "unit": "s"}
+    return [*rows, {**start, "libraries": found["libraries"]}]
+
+
 def _command_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     made = found.get("document") or {}
     kept = ("seconds", "passed", "checked", "failed", "notes")
@@ -421,10 +435,10 @@ def _command_row(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{key: made[key] for key in kept if key in made}, **problem}
 
 
-def export_words(given: argparse.Namespace, artifact: Path) -> list[str]:
-    """The command that exports the speech stages of the tiny checkpoint with `--backend auto`."""
+def export_words(given: argparse.Namespace, artifact: Path, backend: str) -> list[str]:
+    """The command that exports the speech stages of the tiny checkpoint."""
     words = [sys.executable, "-u", "-W", "ignore", "-m", "mingc", "export", "tests/data/tiny-ming", "--json"]
-    words += ["--backend", "auto", "--target", given.target, "--dtype", given.dtype]
+    words += ["--backend", backend, "--target", given.target, "--dtype", given.dtype]
     words += ["--stages", ",".join(SPEECH), "--prefill-chunk-size", "64"]
     words += ["--batch-sizes", ",".join(map(str, given.batch_sizes))]
     words += ["--jobs", str(given.jobs), "--cache", str(given.folder / "cache"), "--force"]
@@ -493,10 +507,54 @@ def run_released(driver: Driver, given: argparse.Namespace, end: float) -> None:
         driver.is_done(each)
 
 
+def run_served(driver: Driver, given: argparse.Namespace, end: float) -> None:
+    """Export, verify and serve with engines of the backend."""
+    artifact = given.folder / "served"
+    words = export_words(given, artifact, given.backend)
+    made = driver.finish(driver.start("served-export", words, end - time.monotonic()))
+    if made.get("exit") == 0:
+        verify(driver, "served-verify", artifact, end - time.monotonic())
+        words = ["--part", "serve", "--case", str(artifact)]
+        driver.finish(driver.start("served-speech", driver.part(*words), end - time.monotonic()))
+
+
+def serve(artifact: Path, folder: Path) -> dict[str, Any]:
+    """Serve `artifact`, ask for speech three times, and list the libraries of compilers that the server has loaded."""
+    from mingc.console.serve_child import serve_child
+
+    body = json.dumps({"input": "Hello there.", "response_format": "pcm", "seed": 5}).encode()
+    started, answers = time.perf_counter(), []
+    with (
+        (folder / "server.log").open("wb") as log,
+        serve_child([str(artifact), "--port", "0", "--drain-seconds", "0"], stop_s=30, log=log) as (
+            child,
+            out,
+        ),
+    ):
+        url = out.readline().decode().strip()
+        start_s = round(time.perf_counter() - started, 1)
+        if not url:
+            raise SystemExit((folder / "server.log").read_text(errors="replace")[-2000:])
+        for _ in range(3):
+            request = urllib.request.Request(
+                f"{url}/v1/audio/speech", body, {"Content-Type": "application/json"}
+            )
+            asked = time.perf_counter()
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                samples = array.array("h", answer.read())
+            elapsed = round(time.perf_counter() - asked, 3)
+            answers.append(
+                {"median": elapsed, "samples": len(samples), "loudest": max(map(abs, samples), default=0)}
+            )
+        maps = Path(f"/proc/{child.pid}/maps").read_text(errors="replace")
+    libraries = {*re.findall(r"/([\w.+-]*(?:tensorrt|torchtrt|onnxruntime|triton)[\w.+-]*)\n", maps)}
+    return {"start_s": start_s, "answers": answers, "libraries": sorted(libraries)}
+
+
 def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:
     """Let an export choose between all backends that are installed, and keep the times that it chose from."""
     artifact = given.folder / "auto"
-    words = export_words(given, artifact)
+    words = export_words(given, artifact, "auto")
     made = driver.finish(driver.start("auto-export", words, end - time.monotonic()))
     if made.get("exit") == 0:
         manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
@@ -543,7 +601,7 @@ def drive(given: argparse.Namespace) -> None:
     driver.keep(
         "machine", {"gpu": clocks(), "cpus": os.cpu_count(), "versions": versions(), "commit": commit}
     )
-    runs = {"released": run_released, "auto": run_auto}
+    runs = {"released": run_released, "served": run_served, "auto": run_auto}
     parts = ("released",) if given.dry_run else given.parts
     try:
         for index, part in enumerate(parts):
@@ -629,6 +687,9 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.part is None:
         drive(given)
+        return
+    if given.part == "serve":
+        write_whole(given.folder / "served-speech.json", serve(Path(given.case), given.folder))
         return
     every = cases_of(given.layers, given.sizes, dtype=given.dtype)
     (case,) = [each for each in every if each.name == given.case]

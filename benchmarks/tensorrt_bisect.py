@@ -1,11 +1,12 @@
 """The smallest program of a graph that TensorRT computes wrongly, refuses, or crashes on.
 
-    python benchmarks/tensorrt_bisect.py --graph vision_encoder.encode --sizes M=1024 --output DIR [--layers 4]
+    python benchmarks/tensorrt_bisect.py --graph vision_encoder.encode --sizes M=1024 --output DIR [--layers 2]
 
-First the first operator is searched up to which a prefix of the graph fails, then the fewest operators before it whose
-inputs, computed by torch, still make it fail. Each trial is a process with a limit: it builds the plan, runs it and
-compares the last value with torch's (bfloat16 may differ by 3 %, float32 by 0.1 %). DIR gets `smallest.pt2` and
-`smallest.json` with the operators, shapes and what happened. The exit code is 0 if nothing fails, else 1.
+First every kind of operator is tried alone, on inputs that torch computes. Then the first operator is searched up to
+which a prefix of the graph fails, and the fewest operators before it whose inputs, computed by torch, still make it
+fail. Each trial builds a plan, runs it and compares the last value with torch's (bfloat16 may differ by 3 %, float32 by
+0.01 %), in one of `--jobs` processes with a limit. DIR gets `trials.jsonl` as they end, `alone.json`, and the smallest
+program as `smallest.pt2` and `smallest.json`, with what happened. The exit code is 0 if nothing fails, else 1.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import argparse
 import json
 import operator
 import os
+import queue
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,9 @@ from part_driver import ROOT, python_path, write_whole
 from torch import Tensor, fx
 
 Values = dict[fx.Node, Any]
-Fails = Callable[[fx.GraphModule, list[Tensor]], str | None]
+Part = tuple[fx.GraphModule, list[Tensor]]
+Fails = Callable[[Sequence[Part]], list[str | None]]
+"""What is wrong with each of several programs on its inputs; they may run side by side."""
 
 
 def operators_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -81,35 +87,53 @@ def cut(
     return found, inputs, len(operators_of(found))
 
 
+def alone(module: fx.GraphModule, given: Sequence[Tensor], fails: Fails) -> list[dict[str, Any]]:
+    """What is wrong with every kind of operator by itself: those that differ in operator, arguments or shapes."""
+    values, parts = record(module, given), {}
+    for index, node in enumerate(operators_of(module)):
+        if isinstance(values[node], Tensor):
+            part, inputs, _ = cut(module, values, index, 1)
+            found = describe(part, inputs, "")
+            parts[str((found["operators"], found["inputs"], node.args[1:], node.kwargs))] = part, inputs
+    reasons = fails([*parts.values()])
+    return [
+        describe(*part, str(reason)) for part, reason in zip(parts.values(), reasons, strict=True) if reason
+    ]
+
+
 def smallest(
-    module: fx.GraphModule, given: Sequence[Tensor], fails: Fails
+    module: fx.GraphModule, given: Sequence[Tensor], fails: Fails, ways: int = 1
 ) -> tuple[fx.GraphModule, list[Tensor], str] | None:
     """The smallest failing part of `module`, its inputs and what happened; None when no prefix fails.
 
-    Both searches halve: they assume that a longer prefix, and more operators before the last one, fail as well.
+    Both searches assume that a longer prefix, and more operators before the last one, fail as well. `ways` is the
+    number of programs that are tried at a time.
     """
     values, nodes = record(module, given), operators_of(module)
     ends = [index for index, node in enumerate(nodes) if isinstance(values[node], Tensor)]
 
-    def problem(last: int, count: int) -> str | None:
-        part, inputs, _ = cut(module, values, last, count)
-        return fails(part, inputs)
+    def search(
+        low: int, high: int, last: Callable[[int], int], count: Callable[[int], int]
+    ) -> tuple[int, str]:
+        """The first place that fails, where `high` is known to."""
+        reason = ""
+        while low < high:
+            places = sorted({low + (high - low) * each // (ways + 1) for each in range(1, ways + 1)})
+            found = fails([cut(module, values, last(each), count(each))[:2] for each in places])
+            bad = next((index for index, each in enumerate(found) if each), len(places))
+            if bad < len(places):
+                high, reason = places[bad], str(found[bad])
+            low = places[bad - 1] + 1 if bad else low
+        return high, reason
 
-    low, high = 0, len(ends) - 1
-    reason = problem(ends[high], len(nodes))
-    if reason is None:
+    (whole,) = fails([cut(module, values, ends[-1], len(nodes))[:2]])
+    if whole is None:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        found = problem(ends[middle], len(nodes))
-        low, high, reason = (low, middle, found) if found else (middle + 1, high, reason)
-    last, least, most = ends[high], 1, ends[high] + 1
-    while least < most:
-        middle = (least + most) // 2
-        found = problem(last, middle)
-        least, most, reason = (least, middle, found) if found else (middle + 1, most, reason)
-    part, inputs, _ = cut(module, values, last, most)
-    return part, inputs, str(reason)
+    place, first = search(0, len(ends) - 1, ends.__getitem__, lambda _: len(nodes))
+    last = ends[place]
+    count, second = search(1, last + 1, lambda _: last, lambda each: each)
+    part, inputs, _ = cut(module, values, last, count)
+    return part, inputs, second or first or whole
 
 
 def describe(part: fx.GraphModule, inputs: Sequence[Tensor], reason: str) -> dict[str, Any]:
@@ -124,31 +148,86 @@ def describe(part: fx.GraphModule, inputs: Sequence[Tensor], reason: str) -> dic
     }
 
 
-def in_process(folder: Path, limit: float) -> Fails:
-    """A trial in a process of its own; failing programs are kept until the next one."""
+class Worker:
+    """A process that tries one program after the other; it is started again after a crash or a limit."""
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.folder, self._limit, self._log = folder, limit, folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._start()
+
+    def _start(self) -> None:
+        words = [sys.executable, "-X", "faulthandler", "-u", "-W", "ignore", sys.argv[0]]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*words, "--trial", str(self.folder)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": python_path()},
+            )
+
+    def ask(self) -> dict[str, Any]:
+        """What came of the program in the folder; the text of a crash as `reason`."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            ready, _, _ = select.select([process.stdout], [], [], self._limit)
+            line = process.stdout.readline() if ready else b""
+        except BrokenPipeError:
+            line = b""
+        if line:
+            found: dict[str, Any] = json.loads(line)
+            return found
+        process.kill()
+        text = self._log.read_text(errors="replace")[-600:]
+        self._start()
+        return {
+            "is_right": False,
+            "reason": f"ended with {process.wait()} within {self._limit:.0f} s: {text}",
+        }
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def in_processes(folder: Path, workers: Sequence[Worker]) -> Fails:
+    """Trials in the processes of `workers`, noted in `folder` as they end."""
     from safetensors.torch import save_file
 
-    def fails(part: fx.GraphModule, inputs: list[Tensor]) -> str | None:
-        with torch.no_grad():
-            program = torch.export.export(part, tuple(inputs), strict=False)
-        torch.export.save(program, folder / "trial.pt2")
-        save_file(
-            {f"value{index}": each.contiguous() for index, each in enumerate(inputs)},
-            folder / "trial.safetensors",
-        )
-        words = [sys.executable, "-X", "faulthandler", "-W", "ignore", __file__, "--trial", str(folder)]
-        environment = {**os.environ, "PYTHONPATH": python_path()}
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for each in workers:
+        free.put(each)
+
+    def one(part: fx.GraphModule, inputs: list[Tensor], worker: Worker) -> str | None:
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, capture_output=True, text=True, timeout=limit, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            return f"no result after {limit:.0f} s"
-        if done.returncode:
-            return f"ended with {done.returncode}: {done.stderr[-600:]}"
-        found = json.loads(done.stdout.splitlines()[-1])
+            found = worker.ask()
+        finally:
+            free.put(worker)
+        text = json.dumps({**found, **describe(part, inputs, ""), "code": ""})
+        with (folder / "trials.jsonl").open("a") as file:
+            file.write(f"{text}\n")
         print(f"{len(operators_of(part))} operators: {found}", file=sys.stderr, flush=True)
         return None if found["is_right"] else json.dumps(found)
+
+    def fails(parts: Sequence[Part]) -> list[str | None]:
+        waiting = []
+        with ThreadPoolExecutor(len(workers)) as pool:
+            for part, inputs in parts:
+                worker = free.get()
+                with torch.no_grad():
+                    program = torch.export.export(part, tuple(inputs), strict=False)
+                torch.export.save(program, worker.folder / "trial.pt2")
+                save_file(
+                    {f"value{index}": each.contiguous() for index, each in enumerate(inputs)},
+                    worker.folder / "trial.safetensors",
+                )
+                waiting.append(pool.submit(one, part, inputs, worker))
+        return [each.result() for each in waiting]
 
     return fails
 
@@ -175,23 +254,32 @@ def trial(folder: Path) -> dict[str, Any]:
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
         return {"is_right": same, "note": "compared bit by bit: no floats, or infinite ones"}
     error, is_finite = relative_error(got, expected), bool(got.isfinite().all())
-    limit = 3e-2 if got.dtype != torch.float32 else 1e-3
+    limit = 3e-2 if got.dtype != torch.float32 else 1e-4
     return {"is_right": is_finite and error <= limit, "error": error, "finite": is_finite}
 
 
-def program_of(graph: str, sizes: dict[str, int], layers: int, folder: Path) -> Any:
-    """The program that the backend gets for a graph of the released dims, bfloat16, and its inputs with weights."""
-    from backend_engines import Case, load_case
+def answer(folder: Path) -> None:
+    """Try the program in `folder` each time a line is read, and print what came of it."""
+    for _ in sys.stdin:
+        try:
+            found = trial(folder)
+        except Exception as error:
+            found = {"is_right": False, "reason": f"{type(error).__name__}: {error}"[:900]}
+        print(json.dumps(found), flush=True)
+
+
+def program_of(case: Any, folder: Path) -> Any:
+    """The program that the backend gets for a graph, and its inputs with weights."""
+    from backend_engines import load_case
 
     from mingc.export.compile.backends import find_backend
     from mingc.export.compile.onnx_program import to_functional
     from mingc.export.compile.trace import trace_graph
 
-    case = Case(graph=graph, sizes=sizes, layers=layers)
-    stage, plan, module = load_case(case, folder, "cuda", torch.bfloat16)
-    backend = find_backend("tensorrt").for_graph(plan, sizes, "cuda")
-    program = trace_graph(backend, plan, module, stage=stage, sizes=sizes, device="cuda")
-    return to_functional(program, graph)[1].module(), program.example_inputs[0]
+    stage, plan, module = load_case(case, folder, "cuda", getattr(torch, case.dtype))
+    backend = find_backend("tensorrt").for_graph(plan, case.sizes, "cuda")
+    program = trace_graph(backend, plan, module, stage=stage, sizes=case.sizes, device="cuda")
+    return to_functional(program, case.graph)[1].module(), program.example_inputs[0]
 
 
 def main() -> int:
@@ -201,27 +289,39 @@ def main() -> int:
     )
     parser.add_argument("--graph", default="vision_encoder.encode")
     parser.add_argument("--sizes", default="M=1024", help="of the dims with buckets, as M=1024")
-    parser.add_argument("--layers", type=whole(1, 64), default=2)
+    parser.add_argument("--config", choices=("released", "tiny"), default="released")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--layers", type=whole(0, 64), default=2, help="of each transformer; 0: all")
+    parser.add_argument("--jobs", type=whole(1, 64), default=8)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of one trial")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.trial is not None:
-        print(json.dumps(trial(given.trial)))
+        answer(given.trial)
         return 0
+    from backend_engines import Case
+
     given.output.mkdir(parents=True, exist_ok=True)
+    folder = given.output.resolve()
     sizes = {name: int(size) for name, _, size in (each.partition("=") for each in given.sizes.split(","))}
-    module, inputs = program_of(given.graph, sizes, given.layers, given.output)
-    found = smallest(module, inputs, in_process(given.output, given.limit))
+    case = Case(graph=given.graph, sizes=sizes, layers=given.layers, config=given.config, dtype=given.dtype)
+    workers = [Worker(folder / f"worker{index}", given.limit) for index in range(given.jobs)]
+    try:
+        module, inputs = program_of(case, folder)
+        fails = in_processes(folder, workers)
+        write_whole(folder / "alone.json", alone(module, inputs, fails))
+        found = smallest(module, inputs, fails, given.jobs)
+    finally:
+        for each in workers:
+            each.stop()
     if found is None:
         print("no prefix of the graph fails")
         return 0
     part, values, reason = found
     with torch.no_grad():
-        torch.export.save(
-            torch.export.export(part, tuple(values), strict=False), given.output / "smallest.pt2"
-        )
-    write_whole(given.output / "smallest.json", describe(part, values, reason))
+        torch.export.save(torch.export.export(part, tuple(values), strict=False), folder / "smallest.pt2")
+    write_whole(folder / "smallest.json", describe(part, values, reason))
     print(json.dumps(describe(part, values, reason), indent=1))
     return 1
 

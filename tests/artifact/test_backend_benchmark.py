@@ -175,7 +175,7 @@ def test_the_options_of_its_exports_exist(tmp_path: Path, monkeypatch: pytest.Mo
     )
     given = script.parse_args()
     monkeypatch.chdir(script.ROOT)
-    words = script.export_words(given, tmp_path / "out")
+    words = script.export_words(given, tmp_path / "out", "auto")
     done = mingc_here(*words[words.index("export") :])
     assert done.code == 2 and "No such option" not in done.stderr
     assert "CUDA device" in done.stderr or "needs tensorrt-rtx" in done.stderr, done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorrt_bisect as script
 import torch
 from torch import Tensor, fx, nn
@@ -27,12 +29,15 @@ def test_the_smallest_part_that_fails_is_found_with_the_inputs_that_torch_comput
     module = torch.export.export(Chain(), given, strict=False).module()
     trials = []
 
-    def fails(part: fx.GraphModule, inputs: list[Tensor]) -> str | None:
-        targets = [str(each.target) for each in script.operators_of(part)]
-        trials.append(len(targets))
-        with torch.no_grad():
-            part(*inputs)
-        return "wrong" if {"aten.sin.default", "aten.exp.default"} <= {*targets} else None
+    def fails(parts: Sequence[script.Part]) -> list[str | None]:
+        found: list[str | None] = []
+        for part, inputs in parts:
+            targets = [str(each.target) for each in script.operators_of(part)]
+            trials.append(len(targets))
+            with torch.no_grad():
+                part(*inputs)
+            found.append("wrong" if {"aten.sin.default", "aten.exp.default"} <= {*targets} else None)
+        return found
 
     found = script.smallest(module, given, fails)
     assert found is not None
@@ -44,7 +49,11 @@ def test_the_smallest_part_that_fails_is_found_with_the_inputs_that_torch_comput
         first, second = linear(module, given[0]).split(2, -1)
         torch.testing.assert_close(part(*inputs)[0], (first.relu() + second).sin().neg().exp())
     assert len(trials) < 12, "the search halves"
-    assert script.smallest(module, given, lambda part, inputs: None) is None
+    assert script.smallest(module, given, lambda parts: [None for _ in parts]) is None
+    assert script.alone(module, given, fails) == [], "neither of both fails alone"
+    trials.clear()
+    again = script.smallest(module, given, fails, ways=3)
+    assert again is not None and script.describe(*again)["operators"] == text["operators"]
 
 
 def test_a_value_that_is_no_tensor_is_computed_in_the_part() -> None:
