@@ -33,6 +33,7 @@ Values = dict[fx.Node, Any]
 Part = tuple[fx.GraphModule, list[Tensor]]
 Fails = Callable[[Sequence[Part]], list[str | None]]
 """What is wrong with each of several programs on its inputs; they may run side by side."""
+_REFUSED = "refused: "
 
 
 def operators_of(module: fx.GraphModule) -> list[fx.Node]:
@@ -106,11 +107,15 @@ def smallest(
 ) -> tuple[fx.GraphModule, list[Tensor], str] | None:
     """The smallest failing part of `module`, its inputs and what happened; None when no prefix fails.
 
-    Both searches assume that a longer prefix, and more operators before the last one, fail as well. `ways` is the
-    number of programs that are tried at a time.
+    Both searches assume that a longer prefix, and more operators before the last one, fail as well. A part that is
+    refused counts only where the whole is refused. `ways` is the number of programs that are tried at a time.
     """
     values, nodes = record(module, given), operators_of(module)
-    ends = [index for index, node in enumerate(nodes) if isinstance(values[node], Tensor)]
+    ends = [
+        index
+        for index, node in enumerate(nodes)
+        if isinstance(values[node], Tensor) and values[node].is_floating_point()
+    ]
 
     def search(
         low: int, high: int, last: Callable[[int], int], count: Callable[[int], int]
@@ -120,15 +125,17 @@ def smallest(
         while low < high:
             places = sorted({low + (high - low) * each // (ways + 1) for each in range(1, ways + 1)})
             found = fails([cut(module, values, last(each), count(each))[:2] for each in places])
-            bad = next((index for index, each in enumerate(found) if each), len(places))
+            alike = [each and each.startswith(_REFUSED) == whole.startswith(_REFUSED) for each in found]
+            bad = next((index for index, each in enumerate(alike) if each), len(places))
             if bad < len(places):
                 high, reason = places[bad], str(found[bad])
             low = places[bad - 1] + 1 if bad else low
         return high, reason
 
-    (whole,) = fails([cut(module, values, ends[-1], len(nodes))[:2]])
-    if whole is None:
+    (reason,) = fails([cut(module, values, ends[-1], len(nodes))[:2]])
+    if reason is None:
         return None
+    whole = reason
     place, first = search(0, len(ends) - 1, ends.__getitem__, lambda _: len(nodes))
     last = ends[place]
     count, second = search(1, last + 1, lambda _: last, lambda each: each)
@@ -212,7 +219,7 @@ def in_processes(folder: Path, workers: Sequence[Worker]) -> Fails:
         with (folder / "trials.jsonl").open("a") as file:
             file.write(f"{text}\n")
         print(f"{len(operators_of(part))} operators: {found}", file=sys.stderr, flush=True)
-        return None if found["is_right"] else json.dumps(found)
+        return None if found["is_right"] else str(found.get("reason", found))
 
     def fails(parts: Sequence[Part]) -> list[str | None]:
         waiting = []
@@ -260,11 +267,14 @@ def trial(folder: Path) -> dict[str, Any]:
 
 def answer(folder: Path) -> None:
     """Try the program in `folder` each time a line is read, and print what came of it."""
+    from mingc.errors import CompileError
+
     for _ in sys.stdin:
         try:
             found = trial(folder)
         except Exception as error:
-            found = {"is_right": False, "reason": f"{type(error).__name__}: {error}"[:900]}
+            kind = _REFUSED if isinstance(error, CompileError) else ""
+            found = {"is_right": False, "reason": f"{kind}{type(error).__name__}: {error}"[:900]}
         print(json.dumps(found), flush=True)
 
 
