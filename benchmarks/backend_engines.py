@@ -419,10 +419,8 @@ def _measure_rows(case: str, found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _served_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = [
-        {"name": "speech", "case": f"request {index}", "n": 1, "unit": "s", **each}
-        for index, each in enumerate(found["answers"], 1)
-    ]
+    of = {"name": "served", "engines": found["engines"], "n": 1, "unit": "s"}
+    rows = [{**of, "case": f"speech {index}", **each} for index, each in enumerate(found["answers"], 1)]
     start = {"name": "server_start_s", "median": found["start_s"], "n": 1, "unit": "s"}
     return [*rows, {**start, "libraries": found["libraries"]}]
 
@@ -547,8 +545,22 @@ def serve(artifact: Path, folder: Path) -> dict[str, Any]:
                 {"median": elapsed, "samples": len(samples), "loudest": max(map(abs, samples), default=0)}
             )
         maps = Path(f"/proc/{child.pid}/maps").read_text(errors="replace")
-    libraries = {*re.findall(r"/([\w.+-]*(?:tensorrt|torchtrt|onnxruntime|triton)[\w.+-]*)\n", maps)}
-    return {"start_s": start_s, "answers": answers, "libraries": sorted(libraries)}
+    libraries = {
+        *re.findall(r"/([\w.+-]*(?:tensorrt|torchtrt|onnxruntime|triton)[\w.+-]*\.so[\w.]*)\n", maps)
+    }
+    stages = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))["stages"]
+    backends = {
+        f"{stage}={engine['backend']}"
+        for stage, record in stages.items()
+        for graph in record["graphs"].values()
+        for engine in graph["engines"]
+    }
+    return {
+        "start_s": start_s,
+        "engines": ",".join(sorted(backends)),
+        "answers": answers,
+        "libraries": sorted(libraries),
+    }
 
 
 def run_auto(driver: Driver, given: argparse.Namespace, end: float) -> None:

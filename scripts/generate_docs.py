@@ -347,8 +347,8 @@ def _support_rows() -> list[str]:
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
             f"{len(cards)} built, not run" if cards else "–",
-            _on_h100(stage, "tensorrt"),
-            _on_h100(stage, "onnx"),
+            _on_gpu(stage, "tensorrt", "h100"),
+            _on_gpu(stage, "onnx", "h100"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -358,32 +358,34 @@ def _stage_of(graph: str) -> str:
     return graph.partition(".")[0]
 
 
-def _on_h100(stage: str, backend: str) -> str:
-    """What ran of a stage on an H100 with `backend`: graphs of the released dims, and a tiny server."""
+def _on_gpu(stage: str, backend: str, gpu: str) -> str:
+    """What ran of a stage on a GPU with `backend`: graphs of the released dims, and a tiny server."""
     served = {
         each.partition("=")[0]
-        for row in _figures(_latest(f"{backend}-served-h100"))
+        for row in _figures(_latest(f"{backend}-served-{gpu}"))
         if row["name"] == "served" and "error" not in row
         for each in row["engines"].split(",")
     }
-    has_run = {
-        each["case"].split("-")[2]: "backend" in each
-        for each in _figures(_latest(f"{backend}-engines-h100"))
-        if each.get("name") == "latency_ms"
-        and each.get("backend", backend) == backend
-        and each["case"].startswith("released")
-        and each.get("refused") != "out of time"
-    }
-    run = sorted(each.partition(".")[2] for each in has_run if _stage_of(each) == stage and has_run[each])
-    crashed = sorted(
-        each.partition(".")[2] for each in has_run if _stage_of(each) == stage and not has_run[each]
-    )
-    found = [
-        *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
-        *([f"{', '.join(f'`{each}`' for each in crashed)} crashed"] if crashed else []),
-        *(["served (tiny)"] if stage in served else []),
+    found: dict[str, dict[str, bool]] = {"run": {}, "wrong": {}, "crashed": {}}
+    for row in _figures(_latest(f"{backend}-engines-{gpu}")):
+        is_of = row.get("case", "").startswith("released") and row.get("backend", backend) == backend
+        if (
+            not is_of
+            or _stage_of(graph := row["case"].split("-")[2]) != stage
+            or row.get("refused") == "out of time"
+        ):
+            continue
+        name = graph.partition(".")[2]
+        if row["name"] == "latency_ms" and "backend" not in row:
+            found["crashed"][name] = True
+        elif row["name"] == "error":
+            found["run" if row.get("finite", True) and row["median"] <= row["tolerance"] else "wrong"][
+                name
+            ] = True
+    words = [
+        f"{', '.join(f'`{each}`' for each in sorted(names))} {kind}" for kind, names in found.items() if names
     ]
-    return "; ".join(found) or "–"
+    return "; ".join([*words, *(["served (tiny)"] if stage in served else [])]) or "–"
 
 
 if __name__ == "__main__":
