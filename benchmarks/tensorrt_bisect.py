@@ -125,7 +125,7 @@ def smallest(
         while low < high:
             places = sorted({low + (high - low) * each // (ways + 1) for each in range(1, ways + 1)})
             found = fails([cut(module, values, last(each), count(each))[:2] for each in places])
-            alike = [each and each.startswith(_REFUSED) == whole.startswith(_REFUSED) for each in found]
+            alike = [each and each.startswith(_REFUSED) == overall.startswith(_REFUSED) for each in found]
             bad = next((index for index, each in enumerate(alike) if each), len(places))
             if bad < len(places):
                 high, reason = places[bad], str(found[bad])
@@ -135,12 +135,12 @@ def smallest(
     (reason,) = fails([cut(module, values, ends[-1], len(nodes))[:2]])
     if reason is None:
         return None
-    whole = reason
+    overall = reason
     place, first = search(0, len(ends) - 1, ends.__getitem__, lambda _: len(nodes))
     last = ends[place]
     count, second = search(1, last + 1, lambda _: last, lambda each: each)
     part, inputs, _ = cut(module, values, last, count)
-    return part, inputs, second or first or whole
+    return part, inputs, second or first or overall
 
 
 def describe(part: fx.GraphModule, inputs: Sequence[Tensor], reason: str) -> dict[str, Any]:
