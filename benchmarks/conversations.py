@@ -29,10 +29,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import harness
 import httpx
 import msgspec
-import torch
 from arguments import seconds, whole, wholes
 
 from mingc.bench.clients import Target, Wishes, alternatives, merged
@@ -143,10 +141,12 @@ def serve(artifact: Path, more: str, log: Path) -> Iterator[tuple[str, dict[str,
 class Measurement:
     """Sends cases to the server at `url`; `rows` has what they saw."""
 
-    def __init__(self, url: str, given: argparse.Namespace, keep: Callable[[list[Row]], None]) -> None:
+    def __init__(
+        self, url: str, given: argparse.Namespace, keep: Callable[[list[Row]], None], began: float
+    ) -> None:
         self.rows: list[Row] = []
         self._url, self._given, self._keep = url, given, keep
-        self._end = time.perf_counter() + given.limit
+        self._end = began + given.limit
         self._writer = Writer(given.words, given.clip, given.listener_seconds)
         self._model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         self._clients = Clients(given.client_processes)
@@ -179,7 +179,9 @@ class Measurement:
             with self._case("realtime"):
                 self._closed("realtime", "realtime", count, {"max_output_tokens": 8}, 1 + (count == 1))
         with self._case("listeners beside streams"):
-            self._crowds("listeners beside streams", [each for each in given.beside if each <= most])
+            self._crowds(
+                "listeners beside streams", [each for each in given.beside if not most or each <= most]
+            )
 
     @contextmanager
     def _case(self, name: str) -> Iterator[None]:
@@ -398,7 +400,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = harness.parse_args(make_parser())
+    import harness  # and torch, which the processes of the clients do not need
+    import torch
+
+    given, began = harness.parse_args(make_parser()), time.perf_counter()
     rates = harness.peak_rates() if given.json else {}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -418,7 +423,7 @@ def main() -> None:
                 harness.write(given.json, harness.result("conversations", rates, rows, **more))
 
         keep([{"case": "start"}])
-        with closing(Measurement(url, given, keep)) as measurement:
+        with closing(Measurement(url, given, keep, began)) as measurement:
             measurement.run()
 
 
