@@ -1,4 +1,4 @@
-"""What `benchmarks/conversations.py` sends: new items, prompts of as many tokens as asked, listeners of as many segments."""
+"""What `benchmarks/conversations.py` sends: new items, prompts of the right length, a segment for each sentence."""
 
 from __future__ import annotations
 
