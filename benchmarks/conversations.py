@@ -31,10 +31,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 from arguments import seconds, whole, wholes
 
 from mingc.bench.clients import Target, Wishes, alternatives, merged
-from mingc.bench.figures import STREAMED_SPEECH, estimates, playback
+from mingc.bench.figures import STREAMED_SPEECH, measures, playback
 from mingc.bench.items import Listed, Synthetic
 from mingc.bench.load import Clients, Job
 from mingc.bench.records import Item, Load, Run
@@ -111,7 +112,17 @@ class Writer:
 def serve(artifact: Path, more: str, log: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """A server as a child: its address, and seconds of the phases of its start. `more`: further words."""
     program = str(ROOT / "benchmarks" / "prose_server.py")
-    words = [program, "serve", str(artifact), "--port", "0", "--json", *shlex.split(more)]
+    words = [
+        program,
+        "serve",
+        str(artifact),
+        "--port",
+        "0",
+        "--json",
+        "--drain-seconds",
+        "0",
+        *shlex.split(more),
+    ]
     began = time.perf_counter()
     with log.open("wb") as errors:
         child = subprocess.Popen(
@@ -142,46 +153,60 @@ class Measurement:
     """Sends cases to the server at `url`; `rows` has what they saw."""
 
     def __init__(
-        self, url: str, given: argparse.Namespace, keep: Callable[[list[Row]], None], began: float
+        self,
+        url: str,
+        clients: Clients,
+        given: argparse.Namespace,
+        keep: Callable[[list[Row]], None],
+        end: float,
     ) -> None:
         self.rows: list[Row] = []
         self._url, self._given, self._keep = url, given, keep
-        self._end = began + given.limit
+        self._end = end
         self._writer = Writer(given.words, given.clip, given.listener_seconds)
         self._model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        self._clients = Clients(given.client_processes)
+        self._clients = clients
 
     def close(self) -> None:
         self._clients.close()
 
     def run(self) -> None:
+        """All cases, those first that take little time."""
         given, most = self._given, 0
-        speech, segment = {"max_steps": given.speech_patches}, {"audio": {"max_steps": given.segment_patches}}
-        cases: list[tuple[str, str, dict[str, Any], int]] = [
-            ("spoken, unpaced", "spoken", merged(segment, {"audio": _UNPACED}), 0),
-            ("text", "text", {}, 0),
-            ("image", "image", {}, 0),
-            ("speech, unpaced", "speech-stream", speech | _UNPACED, 0),
-            ("speech", "speech-stream", speech, given.paced_rounds),
-            ("spoken", "spoken", segment, given.paced_rounds),
-        ]
-        for case, count in itertools.product(cases, given.concurrency):
-            with self._case(case[0]):
-                self._closed(case[0], case[1], count, *case[2:])
+        unpaced: tuple[tuple[str, str, dict[str, Any]], ...] = (
+            ("spoken, unpaced", "spoken", {"audio": {"max_steps": given.segment_patches, **_UNPACED}}),
+            ("text", "text", {}),
+            ("image", "image", {}),
+            ("speech, unpaced", "speech-stream", {"max_steps": given.speech_patches, **_UNPACED}),
+        )
+        for (name, path, fields), count in itertools.product(unpaced, given.concurrency):
+            with self._case(name):
+                self._closed(name, path, count, fields)
         with self._case("long prompt"):
             prompts = self._writer.prompts(given.long, 1 + given.long_rounds)
             self._closed("long prompt", "text", 1, items=prompts)
+        self._paced([count for count in given.concurrency if count > 1])
         with self._case("listeners"):
             most = self._crowds("listeners", given.listeners)
+        self._paced([count for count in given.concurrency if count == 1])
         with self._case("speakers beside streams"):
             self._speakers()
         for count in given.sessions:
             with self._case("realtime"):
                 self._closed("realtime", "realtime", count, {"max_output_tokens": 8}, 1 + (count == 1))
         with self._case("listeners beside streams"):
-            self._crowds(
-                "listeners beside streams", [each for each in given.beside if not most or each <= most]
-            )
+            beside = [each for each in given.beside if not most or each <= most]
+            self._crowds("listeners beside streams", beside)
+
+    def _paced(self, counts: Sequence[int]) -> None:
+        """Speech that takes as long as it sounds."""
+        steps = {"max_steps": self._given.paced_patches}
+        for count in counts:
+            with self._case("speech"):
+                self._closed("speech", "speech-stream", count, steps, 3 if count == 1 else 1)
+        for count in counts:
+            with self._case("spoken"):
+                self._closed("spoken", "spoken", count, {"audio": steps}, 3 if count == 1 else 1)
 
     @contextmanager
     def _case(self, name: str) -> Iterator[None]:
@@ -326,7 +351,7 @@ class Measurement:
 
     def _note(self, row: Row) -> None:
         hidden = ("errors", "counters", "findings", "client", "figures")
-        times = {label: found[0] for label, found in row.get("figures", {}).items() if label.endswith("ms")}
+        times = {label: value for label, value in row.get("figures", {}).items() if label.endswith("ms")}
         print(json.dumps({**{key: row[key] for key in row if key not in hidden}, **times}), flush=True)
         self.rows.append(row)
         self._keep(self.rows)
@@ -348,9 +373,8 @@ class Measurement:
         row["findings"] = [f"{each.trap}: {each.message}" for each in find_traps([run])]
         row["client"] = {"busy": round(run.client.busy, 3), "lag_ms": round(1e3 * run.client.lag_s, 2)}
         row["figures"] = {
-            figure.label: [value and round(value, 3) for value in (found.mean, found.low, found.high)]
-            for each in estimates([run]).values()
-            for figure, found in each.items()
+            figure.label: round(float(measure.of(np.ones((1, measure.num_requests)))[0]), 3)
+            for figure, measure in measures(run)
         }
         self._note(row)
         return row
@@ -363,17 +387,17 @@ def _nothing() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--concurrency", type=wholes(1, 256), default="1,16,32")
-    parser.add_argument("--single-rounds", type=whole(1), default=30, help="requests at concurrency 1")
+    parser.add_argument("--concurrency", type=wholes(1, 256), default="16,1,32")
+    parser.add_argument("--single-rounds", type=whole(1), default=20, help="requests at concurrency 1")
     parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client at others")
-    parser.add_argument(
-        "--paced-rounds", type=whole(1), default=2, help="requests of each client of paced speech"
-    )
     parser.add_argument("--words", type=whole(1), default=40, help="words of a prompt")
     parser.add_argument("--tokens", type=whole(2), default=32, help="tokens of each answer of text")
     parser.add_argument("--clip", type=seconds, default=10.0, help="seconds of a clip, at least")
     parser.add_argument("--long", type=whole(1), default=7600, help="words of a long prompt")
-    parser.add_argument("--long-rounds", type=whole(1), default=8, help="long prompts")
+    parser.add_argument("--long-rounds", type=whole(1), default=6, help="long prompts")
+    parser.add_argument(
+        "--paced-patches", type=whole(1), default=6, help="most patches of a segment of paced speech"
+    )
     parser.add_argument(
         "--segment-patches", type=whole(2), default=10, help="most patches of a segment of an answer"
     )
@@ -381,10 +405,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--speech-patches", type=whole(3), default=30, help="most patches of a speech request"
     )
     parser.add_argument(
-        "--listeners", type=wholes(1, 1000), default="850,775,700,625,550", help="crowds, the largest first"
+        "--listeners", type=wholes(1, 1000), default="700,600,500", help="crowds, the largest first"
     )
     parser.add_argument(
-        "--beside", type=wholes(1, 1000), default="450,350,250,150", help="the same beside 16 streams"
+        "--beside", type=wholes(1, 1000), default="400,300,200", help="the same beside 16 streams"
     )
     parser.add_argument(
         "--listener-seconds", type=seconds, default=60.0, help="of speech that each listener hears"
@@ -401,29 +425,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     import harness  # and torch, which the processes of the clients do not need
-    import torch
 
     given, began = harness.parse_args(make_parser()), time.perf_counter()
-    rates = harness.peak_rates() if given.json else {}
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
+    clients = Clients(given.client_processes)  # they import while the server starts
     with serve(given.artifact, given.serve, given.log) as (url, start):
-        health = httpx.get(f"{url}/health").json()
-        print(json.dumps({"start_s": start, "weights_bytes": weights}), flush=True)
+        about = {"serve": given.serve, "start_s": start, "weights_bytes": weights}
+        about["health"] = httpx.get(f"{url}/health").json()
+        print(json.dumps(about), flush=True)
 
         def keep(rows: list[Row]) -> None:
             if given.json:
-                more = {
-                    "start_s": start,
-                    "weights_bytes": weights,
-                    "serve": given.serve,
-                    "health": health,
-                }
-                harness.write(given.json, harness.result("conversations", rates, rows, **more))
+                harness.write(given.json, harness.result("conversations", None, rows, **about))
 
         keep([{"case": "start"}])
-        with closing(Measurement(url, given, keep, began)) as measurement:
+        with closing(Measurement(url, clients, given, keep, began + given.limit)) as measurement:
             measurement.run()
 
 
