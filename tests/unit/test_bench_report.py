@@ -76,6 +76,7 @@ def test_figures_of_text_by_hand() -> None:
         "wall, median, ms": 1500,
         "wall, p95, ms": np.quantile([2000, 1000], 0.95),
         "server: queue, median, ms": 6.0,
+        "server: queue, p95, ms": np.quantile([4, 8], 0.95),
     }
     assert found == pytest.approx(wanted)
 
