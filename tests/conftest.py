@@ -10,9 +10,13 @@ from eager_export import export_eager
 from hypothesis import settings
 from image_checkpoint import lay_image_checkpoint
 
-# No test depends on how fast the machine is.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws other examples in every run: few in each, unless exhaustive tests run as well."""
+    examples = 30 if config.option.markexpr == "not exhaustive" else 100
+    settings.register_profile("mingc", deadline=None, max_examples=examples)  # no test depends on the machine's speed
+    settings.load_profile("mingc")
+
 
 EXPORTED = {
     "artifact",
