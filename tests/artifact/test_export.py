@@ -33,8 +33,6 @@ def test_the_artifact_holds_every_stage_with_its_goldens(compiled_artifact: Path
     }
     assert files == set(manifest["files"]) | {"manifest.json"}
     assert {voice["name"] for voice in manifest["voices"]} == {"DB30", "lingguang"}
-    report = json.loads((compiled_artifact.parent / "report.json").read_text(encoding="utf-8"))
-    assert {row["stage"] for row in report["graphs"]} == STAGES
 
 
 def test_every_golden_is_met(compiled_artifact: Path) -> None:
