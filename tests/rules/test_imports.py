@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -492,6 +493,7 @@ def importers_of(tree: ast.Module) -> set[str]:
     return found
 
 
+@cache
 def imported(path: Path) -> list[tuple[str, int]]:
     """Every module that an import of the file names, with its line; `from a import b` is a.b if a module.
 
@@ -579,6 +581,7 @@ def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:
     ]
 
 
+@cache
 def typing_only_lines(path: Path) -> set[int]:
     """Lines of imports under `if TYPE_CHECKING:`, which no process runs."""
     lines: set[int] = set()
@@ -677,6 +680,7 @@ def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
         visit(name, ())
 
 
+@cache
 def modules_after(code: str) -> set[str]:
     """Names in `sys.modules` of a fresh interpreter after `code`."""
     result = subprocess.run(
@@ -698,6 +702,9 @@ def import_all(package: str) -> str:
         "for module in pkgutil.walk_packages(root.__path__, root.__name__ + '.'):\n"
         "    importlib.import_module(module.name)"
     )
+
+
+CPP_LOADER = "import torch; torch._C._aoti.AOTIModelPackageLoader"
 
 
 def within(names: set[str], package: str) -> set[str]:
@@ -736,7 +743,7 @@ def test_the_benchmark_and_the_audit_are_clients(client: str) -> None:
 
 
 def test_the_runtime_loads_no_compiler_no_export_no_verify_and_no_probe() -> None:
-    loaded = modules_after(import_all("mingc.runtime")) - modules_after("import torch")
+    loaded = modules_after(import_all("mingc.runtime")) - modules_after(CPP_LOADER)
     for package in (*COMPILERS, "mingc.export", "mingc.verify", "mingc.probe"):
         assert not within(loaded, package), f"mingc.runtime loads {package}"
 
@@ -749,7 +756,7 @@ def test_export_loads_no_runtime() -> None:
 
 def test_the_cpp_engine_loader_exists_and_loads_no_compiler() -> None:
     """The loader is private to torch; this fails first when a new torch moves it."""
-    assert not within(modules_after("import torch; torch._C._aoti.AOTIModelPackageLoader"), "torch._inductor")
+    assert not within(modules_after(CPP_LOADER), "torch._inductor")
 
 
 def test_the_runtime_names_no_compiler() -> None:
