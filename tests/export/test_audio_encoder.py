@@ -340,7 +340,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
     long_mel: Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every size for several clips: clips of different lengths, full rows, and padding clips."""
+    """Every other size for several clips: clips of different lengths, full rows, and padding clips."""
     seen: list[tuple[int, int]] = []
     call = static_encoder._call
 
@@ -350,7 +350,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
 
     monkeypatch.setattr(static_encoder, "_call", record)
     one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]
-    several = [size for size in static_encoder._sizes if size[0] > 1]
+    several = [size for size in static_encoder._sizes if size[0] > 1][::2]
     for count, tokens in several:
         frames = 4 * tokens
         longest = torch.cat([long_mel, long_mel])[:frames]

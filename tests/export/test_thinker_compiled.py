@@ -31,6 +31,12 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
+    """As in a weights file: the reference keeps routed experts in the checkpoint's dtype."""
+    return float32_module(STAGE, config, checkpoint).float()
+
+
+@pytest.fixture(scope="module")
 def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphDef]:
     """With weights as arguments where layers share an engine."""
     plans = STAGE.graphs(config, Shard(), StageOptions())
