@@ -201,14 +201,14 @@ def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int =
 
 
 def test_equal_servers_are_not_told_apart() -> None:
-    """Five pairs of measurements of one server, with about seventy figures each."""
-    files = [measured(seed) for seed in range(10)]
+    """Two pairs of measurements of one server, with about seventy figures each."""
+    files = [measured(seed) for seed in range(4)]
     verdicts = [
         change.verdict
         for old, new in zip(files[::2], files[1::2], strict=True)
         for change in compare(old, new).changes
     ]
-    assert len(verdicts) > 300 and {*verdicts} == {"no difference"}
+    assert len(verdicts) > 120 and {*verdicts} == {"no difference"}
 
 
 def test_a_server_that_is_slower_or_fails_is_told_by_every_figure_of_it() -> None:
