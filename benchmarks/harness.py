@@ -124,11 +124,11 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def result(
-    benchmark: str, rates: dict[str, float], figures: list[dict[str, Any]], **more: Any
+    benchmark: str, rates: dict[str, float] | None, figures: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
     """The result document: provenance, hardware, clocks and peak rates of this run, figures.
 
-    `rates` are those of `peak_rates`; they are measured now when empty.
+    `rates` are those of `peak_rates`; they are measured now when empty. None: the device is a server's.
     """
     import triton
 
@@ -162,7 +162,7 @@ def result(
             "triton": triton.__version__,
             "mingc": mingc.__version__,
         },
-        "peak_rates": rates or peak_rates(),
+        **({} if rates is None else {"peak_rates": rates or peak_rates()}),
         "figures": figures,
         **more,
     }

@@ -13,7 +13,6 @@ import click
 import cloup
 
 from mingc import __version__
-from mingc.commands.removed import refuse_removed
 from mingc.console.command import INTERRUPTED, Group, HelpFormatter, usage_error
 from mingc.console.signals import clean_shutdown
 from mingc.errors import MingcError, unexpected
@@ -74,7 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with clean_shutdown():
-            refuse_removed(words)
             sys.exit(commands.main(args=words, prog_name="mingc", standalone_mode=False, obj=words) or 0)
     except (click.Abort, KeyboardInterrupt):
         print("mingc: interrupted", file=sys.stderr)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,7 @@ class ExtensionPoint:
     def _entry_points(self) -> Mapping[str, importlib.metadata.EntryPoint]:
         found: dict[str, importlib.metadata.EntryPoint] = {}
         files = self._files()
-        for entry in importlib.metadata.entry_points(group=self.group):
+        for entry in _installed(self.group, tuple(sys.path)):
             if entry.name in files or entry.name in found:
                 others = "mingc" if entry.name in files else _distribution(found[entry.name])
                 raise ConfigError(
@@ -101,6 +103,12 @@ class ExtensionPoint:
                 )
             found[entry.name] = entry
         return found
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+    """Entry points on the import path `path`; reading them takes 20 ms, and an export finds a hundred extensions."""
+    return importlib.metadata.entry_points(group=group)
 
 
 def _distribution(entry: importlib.metadata.EntryPoint) -> str:

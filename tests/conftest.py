@@ -10,9 +10,15 @@ from eager_export import export_eager
 from hypothesis import settings
 from image_checkpoint import lay_image_checkpoint
 
-# No test depends on how fast the machine is.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws other examples in every run: few in each, unless exhaustive tests run as well."""
+    examples = 30 if config.option.markexpr == "not exhaustive" else 100
+    settings.register_profile(
+        "mingc", deadline=None, max_examples=examples
+    )  # no test depends on the machine's speed
+    settings.load_profile("mingc")
+
 
 EXPORTED = {
     "artifact",
@@ -55,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def eager_artifact() -> Path:
     """All stages of the tiny checkpoint, one rank, float32 on the CPU, nothing compiled. Not to be written into."""
     return export_eager()
+
+
+@pytest.fixture(scope="session")
+def compiled_artifact() -> Path:
+    """As `eager_artifact`, with one graph of each kind compiled (tests/support/partly)."""
+    return export_eager(backend="partly")
 
 
 @pytest.fixture(scope="session")

@@ -155,7 +155,8 @@ def measures(run: Run) -> Iterator[tuple[Figure, Measure]]:
             [sample.stages[stage]] if is_good and stage in sample.stages else []
             for sample, is_good in zip(samples, good, strict=True)
         ]
-        yield from _quantile(Figure(f"server: {stage}, median", "ms"), owned, 0.5)
+        for quantile in ("median", "p95"):
+            yield from _quantile(Figure(f"server: {stage}, {quantile}", "ms"), owned, _QUANTILES[quantile])
 
 
 def _wall_shares(run: Run) -> Floats:

@@ -166,8 +166,8 @@ def _fused_norm_gemv(
     """At most `_MAX_GEMV_ROWS` rows (..., K) → (..., N) in one kernel."""
     from mingc.kernels.triton import fused_norm_gemv as gpu
 
-    flat, kind = x.reshape(-1, x.shape[-1]), gpu.ACTIVATIONS[activation]
-    added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    flat, kind = x.reshape(-1, x.shape[-1]).contiguous(), gpu.ACTIVATIONS[activation]
+    added = None if residual is None else residual.reshape(-1, residual.shape[-1]).contiguous()
     out: Tensor = gpu.fused_norm_gemv(flat, norm, weight, weight_scale, bias, added, eps, kind)
     return out.view(*x.shape[:-1], out.shape[-1])
 

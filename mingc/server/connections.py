@@ -44,7 +44,7 @@ _LARGEST_DEFAULT = 4096
 _SMALLEST = 8
 _ACCEPTS = 16  # connections accepted before other work of the event loop
 # Bytes read from one connection before others are served: with asyncio's 256 KiB, 64 uploads delay a probe by a second.
-# Fewer connections share the bytes that 64 may read in one pass of the event loop, so a body takes fewer passes.
+# Fewer uploads share the bytes that 64 may read in one pass of the event loop, so a body takes fewer passes.
 READ_BYTES = 16 * 1024
 _MAX_HEAD_BYTES = 16 * 1024  # request line and headers
 _ABSOLUTE = re.compile(rb"https?://(?:[^/?#]*@)?([^/?#]*)", re.IGNORECASE)
@@ -96,6 +96,7 @@ class ConnectionTable:
     """Open connections of one server. Call it from the event loop only.
 
     Attributes:
+        uploading: connections of which a part of a body has arrived.
         waiting: connections without a running request, with the time since when; the longest wait first.
         idle: WebSockets without a running response, the longest idle first.
         receiving: WebSockets of which a part of a message has arrived, with the time since when, in this order.
@@ -105,6 +106,7 @@ class ConnectionTable:
     metrics: Metrics
     limit: int
     connections: set[Connection] = field(default_factory=set, init=False)
+    uploading: set[Connection] = field(default_factory=set, init=False)
     waiting: dict[HttpConnection, float] = field(default_factory=dict, init=False)
     idle: dict[SessionConnection, None] = field(default_factory=dict, init=False)
     receiving: dict[SessionConnection, float] = field(default_factory=dict, init=False)
@@ -115,7 +117,7 @@ class ConnectionTable:
     @property
     def body_read_bytes(self) -> int:
         """Most bytes of a body to read at once."""
-        share = _PASS_BYTES // max(1, len(self.connections))
+        share = _PASS_BYTES // max(1, len(self.uploading))
         return min(max(share, READ_BYTES), _LARGEST_READ_BYTES)
 
     def make_room(self) -> bool:
@@ -152,6 +154,7 @@ class ConnectionTable:
 
     def remove(self, connection: Any) -> None:
         self.connections.discard(connection)
+        self.uploading.discard(connection)
         self.metrics.connections.set(len(self.connections))
         for group in (self.waiting, self.idle, self.receiving):
             group.pop(connection, None)
@@ -306,8 +309,13 @@ class HttpConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._after_events()
-        is_body = self.conn.their_state is h11.SEND_BODY
-        self._set_read_bytes(self._table.body_read_bytes if is_body else READ_BYTES)
+        table = self._table
+        if self.conn.their_state is h11.SEND_BODY and self in table.connections:
+            table.uploading.add(self)
+            self._set_read_bytes(table.body_read_bytes)
+        else:
+            table.uploading.discard(self)
+            self._set_read_bytes(READ_BYTES)
 
     def _set_read_bytes(self, count: int) -> None:
         self.transport.max_size = count  # type: ignore[attr-defined]  # of asyncio's selector transports

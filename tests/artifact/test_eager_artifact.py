@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from eager_engine import EagerEngine
-from golden_checks import check_goldens_in_process
+from golden_checks import check_goldens
 
 from mingc.artifacts.artifact import open_artifact
 from mingc.media.decoding import InProcessDecoder
@@ -25,7 +25,7 @@ def test_no_engine_is_compiled(eager_artifact: Path) -> None:
 
 
 def test_every_golden_is_met(eager_artifact: Path) -> None:
-    check_goldens_in_process(eager_artifact)
+    check_goldens(eager_artifact)
 
 
 @pytest.mark.exhaustive

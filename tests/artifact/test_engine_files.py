@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from mingc_command import REPOSITORY
+from mingc_command import ENVIRONMENT, REPOSITORY
 
 LOAD = """
 import os, sys
@@ -26,7 +25,7 @@ def test_a_process_leaves_nothing_and_removes_what_a_killed_one_left(
 ) -> None:
     def load(end: str) -> int:
         command = [sys.executable, "-c", LOAD, str(compiled_artifact), end]
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
         return subprocess.run(command, cwd=REPOSITORY, env=environment, timeout=120, check=False).returncode
 
     assert load("in order") == 0

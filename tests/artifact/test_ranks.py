@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from golden_checks import PAIRS, check_goldens_in_process
+from golden_checks import PAIRS, check_goldens
 from mingc_command import ENVIRONMENT, mingc, serving
 
 _NUM_CLIENTS = 8
@@ -26,7 +26,7 @@ _BODY = {
 def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded requests are served in the way that differs from the server of test_isolation.py."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
-    check_goldens_in_process(two_rank_artifact, ways=(PAIRS,))
+    check_goldens(two_rank_artifact, ways=(PAIRS,))
 
 
 def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:

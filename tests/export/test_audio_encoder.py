@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_checks import compiled_engine
 from fake_engines import FunctionEngine
-from mingc_command import CACHE
 from safetensors.torch import load_file
 from stage_checks import altered, assert_close, check_sources, with_random_weights
 from torch import Tensor
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.audio_encoder import STAGE, AudioBlock, AudioConfig, AudioEncoder, RowConvolution
@@ -27,7 +26,6 @@ from mingc.media.dsp.log_mel import log_mel
 from mingc.prompts.features import AudioFeatures
 from mingc.runtime.encoders import encoder as encoders
 from mingc.runtime.encoders.loop import EncoderLoop
-from mingc.runtime.engines.backends.aoti import load
 from mingc.runtime.engines.base import Engine, Graph
 from mingc.runtime.engines.stage_loader import LoadedStage
 
@@ -236,14 +234,15 @@ def test_longest_clip_uses_every_stored_position(config: AudioConfig) -> None:
     assert_close(embeddings[0], exact(module, clip), 1e-5)
 
 
-@pytest.mark.timeout(600)  # compiles
 def test_compiled_engine_matches_golden_at_every_size(
-    module: AudioEncoder, config: AudioConfig, golden: dict[str, Tensor], long_mel: Tensor, tmp_path: Path
+    module: AudioEncoder,
+    config: AudioConfig,
+    golden: dict[str, Tensor],
+    long_mel: Tensor,
+    compiled_artifact: Path,
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
-    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=CACHE, where=STAGE.name)
-    engine = load(tmp_path / "encode.pt2", CPU)
+    engine = compiled_engine(compiled_artifact, STAGE.name, "encode")
     engine.bind(module.state_dict())
     one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]
     for size in ((1, 25), (2, 25), (3, 26), (8, 100)):
@@ -341,7 +340,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
     long_mel: Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every size for several clips: clips of different lengths, full rows, and padding clips."""
+    """Every other size for several clips: clips of different lengths, full rows, and padding clips."""
     seen: list[tuple[int, int]] = []
     call = static_encoder._call
 
@@ -351,7 +350,7 @@ def test_several_clips_in_a_static_call_are_each_as_alone(
 
     monkeypatch.setattr(static_encoder, "_call", record)
     one, two = golden["single.audio_feats"][0], golden["second_alone.audio_feats"][0]
-    several = [size for size in static_encoder._sizes if size[0] > 1]
+    several = [size for size in static_encoder._sizes if size[0] > 1][::2]
     for count, tokens in several:
         frames = 4 * tokens
         longest = torch.cat([long_mel, long_mel])[:frames]

@@ -50,7 +50,7 @@ GRAPHS = {
 }
 
 
-SLOW = ("vision_encoder.encode", "audio_vae.stream")  # to translate
+SLOW = ("talker.step", "vision_encoder.encode", "audio_vae.stream")  # to translate
 
 
 @pytest.mark.parametrize(

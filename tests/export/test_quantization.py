@@ -160,8 +160,7 @@ def recipe(*words: str) -> ExportRecipe:
     return ExportRecipe(checkpoint=TINY, output=Path("out"), quantize=words)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("kind", "world_size"), [("fp8", 1), ("int4", 2)])
 def test_quantization_error_of_the_thinker(
     kind: Quantization, world_size: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

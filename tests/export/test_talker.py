@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_checks import check_bfloat16, check_engine
+from engine_checks import BACKENDS, check_bfloat16, check_engine
 from safetensors.torch import load_file
 from stage_checks import check_sources
 from torch import Tensor
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
+from mingc.export.compile.backend import Backend
 from mingc.export.layers.qwen2 import read_qwen2_config
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.talker import STAGE, Talker, TalkerConfig
@@ -233,8 +234,12 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_bfloat16(STAGE, checkpoint, tmp_path, similarity=0.99)
 
 
-@pytest.mark.timeout(600)  # compiles
-def test_compiled_graphs(module: Talker, config: TalkerConfig, tmp_path: Path) -> None:
+@BACKENDS
+def test_compiled_graphs(module: Talker, config: TalkerConfig, backend: Backend, tmp_path: Path) -> None:
     prefill_plan, step_plan = STAGE.graphs(config, Shard(), StageOptions())
-    check_engine(module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE)
-    check_engine(module, step_plan, [{"B": 1}, {"B": 4, "S": 3}, {"B": 8, "S": 9}], tmp_path, TOLERANCE)
+    check_engine(
+        module, prefill_plan, [{"T": 1}, {"T": 33, "S": 2}, {"T": 256}], tmp_path, TOLERANCE, backend
+    )
+    check_engine(
+        module, step_plan, [{"B": 1}, {"B": 4, "S": 3}, {"B": 8, "S": 9}], tmp_path, TOLERANCE, backend
+    )

@@ -248,7 +248,14 @@ def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
     return early_refusals(found, stage, config, plans)
 
 
-@pytest.mark.parametrize("stage", ["audio_encoder", "talker", "cfm", "audio_vae"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "audio_encoder",
+        "talker",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("cfm", "audio_vae")),
+    ],
+)
 def test_graphs_of_speech_and_encoders_are_not_refused_for_a_gpu(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,8 +519,10 @@ def prepare(
     "graph",
     [
         "talker.prefill",
-        "cfm.aggregate",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("talker.step", "audio_vae.stream")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("cfm.aggregate", "talker.step", "audio_vae.stream")
+        ),
     ],
 )
 def test_a_graph_is_built_for_a_gpu_with_the_states_of_a_batch_and_agrees_with_float32(

@@ -1,4 +1,4 @@
-"""The thinker's graphs compiled for the CPU, compared with the eager module and goldens; in-place writes."""
+"""The thinker's attention and experts compiled for the CPU: eager module, goldens, in-place writes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from mingc_command import CACHE
+from engine_checks import BACKENDS, check_engine, compiled_engine, compiled_file
 from safetensors.torch import load_file, save_file
 from thinker_session import Session, compiled_stage, golden_prompt
 from torch import Tensor
 
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.backends.aoti import compile_graph
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.trace import capture, check_example, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, Decoder
 from mingc.export.stage import GraphDef, Shard, StageOptions
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.weights.loading import float32_module
 from mingc.numerics.relative_error import relative_error
-from mingc.runtime.engines.backends.aoti import load
-from mingc.runtime.engines.base import Engine
 from mingc.runtime.engines.stage_loader import LoadedStage
 
 DATA = Path(__file__).parents[1] / "data"
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
-pytestmark = pytest.mark.timeout(600)  # compiles
+
+
+@pytest.fixture(scope="module")
+def module(checkpoint: Checkpoint, config: ThinkerConfig) -> Decoder:
+    """As in a weights file: the reference keeps routed experts in the checkpoint's dtype."""
+    return float32_module(STAGE, config, checkpoint).float()
 
 
 @pytest.fixture(scope="module")
@@ -41,44 +44,23 @@ def plans(config: ThinkerConfig, module: Decoder) -> dict[str, GraphDef]:
     return {plan.spec.name: plan for plan in shared}
 
 
-@pytest.fixture(scope="module")
-def files(
-    module: Decoder, plans: dict[str, GraphDef], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("thinker")
-    found = {}
-    for name, plan in plans.items():
-        found[name] = folder / f"{name}.pt2"
-        part = module.get_submodule(plan.spec.layer_instances[0])
-        program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
-        compile_graph(program, found[name], device="cpu", cache=CACHE, where=name)
-    return found
-
-
-@pytest.fixture(scope="module")
-def engines(files: dict[str, Path]) -> dict[str, Engine]:
-    return {name: load(path, CPU) for name, path in files.items()}
-
-
 @pytest.fixture
-def stage(plans: dict[str, GraphDef], engines: dict[str, Engine], module: Decoder) -> LoadedStage:
+def stage(plans: dict[str, GraphDef], compiled_artifact: Path, module: Decoder) -> LoadedStage:
+    engines = {name: compiled_engine(compiled_artifact, "thinker", name) for name in plans}
     return compiled_stage([plan.spec for plan in plans.values()], engines, module)
 
 
 @pytest.mark.parametrize(
     ("graph", "sizes"),
     [
-        ("embed", {"N": 1}),
         ("prefill_attention", {}),
         ("prefill_attention", {"T": 2, "P": 1, "KV": 32}),
         ("prefill_attention", {"T": 128, "P": 32, "KV": 2048}),
         ("decode_attention", {}),
         ("decode_attention", {"B": 1, "P": 1, "KV": 32}),
         ("decode_attention", {"B": 8, "P": 16, "KV": 4096}),
-        ("dense", {"N": 5}),
         ("prefill_experts", {"T": 64}),
         ("decode_experts", {"B": 1}),
-        ("head", {"B": 1}),
     ],
 )
 def test_every_instance_agrees_with_its_module(
@@ -110,6 +92,15 @@ def test_every_instance_agrees_with_its_module(
             untouched = torch.ones(full["KV"], dtype=torch.bool)
             untouched.index_fill_(0, written_rows(example), False)
             assert torch.equal(compiled[name][untouched], example[name][untouched]), f"{name}: other rows"
+
+
+@BACKENDS
+@pytest.mark.parametrize("graph", ["embed", "dense"])
+def test_graphs_without_state(
+    graph: str, module: Decoder, plans: dict[str, GraphDef], backend: Backend, tmp_path: Path
+) -> None:
+    part = module.get_submodule(plans[graph].spec.layer_instances[0])
+    check_engine(part, plans[graph], [{"N": 1}, {"N": 5}], tmp_path, TOLERANCE, backend)
 
 
 def written_rows(example: dict[str, Tensor]) -> Tensor:
@@ -195,7 +186,7 @@ def test_pools_are_written_in_place(
     config: ThinkerConfig,
     module: Decoder,
     plans: dict[str, GraphDef],
-    files: dict[str, Path],
+    compiled_artifact: Path,
     tmp_path: Path,
 ) -> None:
     """Untouched zeros take no memory, so a copy of any pool would show in the peak of the process."""
@@ -207,7 +198,7 @@ def test_pools_are_written_in_place(
     save_file(part.state_dict(), tmp_path / "weights.safetensors")
     shape = (config.decoder.num_kv_heads, config.decoder.head_dim)
     job = {
-        "engine": str(files[graph]),
+        "engine": str(compiled_file(compiled_artifact, "thinker", graph)),
         "weights": str(tmp_path / "weights.safetensors"),
         "inputs": str(tmp_path / "inputs.safetensors"),
         "names": names,

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from eager_backend import BACKEND as EAGER
+from engine_checks import BACKENDS
 from mingc_command import CACHE
 from thinker_session import compiled_stage, eager_stage
 from torch import Tensor, nn
 
 from mingc.errors import ConfigError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.backends.aoti import BACKEND as AOTI
+from mingc.export.compile.backend import Backend
 from mingc.export.compile.trace import capture, share_weights
 from mingc.export.layers.decoder import DecoderConfig
 from mingc.export.stage import Shard, StageOptions
@@ -224,11 +225,13 @@ def test_ranks_have_one_layout(config: ThinkerConfig) -> None:
     assert all(layout == layouts[0] for layout in layouts)
 
 
-@pytest.mark.timeout(600)  # compiles
-def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path) -> None:
+@BACKENDS
+def test_compiled_ranks(
+    backend: Backend, checkpoint: Checkpoint, config: ThinkerConfig, tmp_path: Path
+) -> None:
     """One engine per graph serves both ranks, each with its own weights.
 
-    The graph whose weights are bound is compiled: a compiler could keep the weights of the rank that it has seen.
+    `backend` makes the graph whose weights are bound: a compiler could keep the weights of the rank that it has seen.
     """
     small = replace(config, decoder=replace(config.decoder, num_layers=3))
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
@@ -244,12 +247,12 @@ def test_compiled_ranks(checkpoint: Checkpoint, config: ThinkerConfig, tmp_path:
     files = {}
     for plan in plans:
         name = plan.spec.name
-        backend = AOTI if name == "head" else EAGER
+        used = backend if name == "head" else EAGER
         part = modules[0].get_submodule(plan.spec.layer_instances[0])
         program = capture(plan, part, stage="thinker", static_shapes=None, device=CPU)
-        files[name] = backend.name, tmp_path / f"{name}{backend.suffix}"
+        files[name] = used.name, tmp_path / f"{name}{used.suffix}"
         with torch._inductor.config.patch({"aot_inductor.precompile_headers": False}):  # for one engine
-            backend.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
+            used.compile(program, files[name][1], device="cpu", cache=CACHE, where=name)
     specs = [plan.spec for plan in plans]
     stages = [
         compiled_stage(specs, {name: load_engine(*file, CPU) for name, file in files.items()}, module)

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mingc_command import CACHE
+from engine_checks import compiled_engine
 from safetensors.torch import load_file
 from stage_checks import altered, assert_close, check_sources, with_random_weights
 from torch import Tensor
 
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile.backends.aoti import compile_graph
 from mingc.export.compile.trace import capture, check_example
 from mingc.export.stage import Shard, StageOptions
 from mingc.export.stages.vision_encoder import STAGE, VisionConfig, VisionEncoder
 from mingc.export.weights.loading import float32_module
-from mingc.runtime.engines.backends.aoti import load
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = ("one", "multi", "video_interleaved_grid", "video_TxHxW_grid")
@@ -219,14 +217,11 @@ def test_other_geometries_trace_with_any_number_of_tokens(which: int, config: Vi
         assert_close(traced, eager, 1e-5)
 
 
-@pytest.mark.timeout(600)  # compiles
 def test_compiled_engine_matches_golden_at_every_size(
-    module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor], tmp_path: Path
+    module: VisionEncoder, config: VisionConfig, golden: dict[str, Tensor], compiled_artifact: Path
 ) -> None:
     (plan,) = STAGE.graphs(config, Shard(), StageOptions())
-    program = capture(plan, module, stage=STAGE.name, static_shapes=None, device=CPU)
-    compile_graph(program, tmp_path / "encode.pt2", device="cpu", cache=CACHE, where=STAGE.name)
-    engine = load(tmp_path / "encode.pt2", CPU)
+    engine = compiled_engine(compiled_artifact, STAGE.name, "encode")
     engine.bind(module.state_dict())
     for case in CASES:
         inputs = inputs_for(config, golden[f"{case}.pixel_values"], golden[f"{case}.grid_thw"].tolist())

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAILURE, TILES = "rank_failure.py", "moe_configs.py"
-THINKER, ENGINES = "thinker.py", "backend_engines.py"
+THINKER, ENGINES, CONVERSATIONS = "thinker.py", "backend_engines.py", "conversations.py"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ THINKER, ENGINES = "thinker.py", "backend_engines.py"
             [FAILURE, "x", "--step-timeout", "nan"],
             "argument --step-timeout: nan is not a finite number above 0",
         ),
+        ([CONVERSATIONS, "x", "--listeners", "850,0"], "argument --listeners: 0 is not from 1 to 1000"),
         ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
         ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),
         ([THINKER, "--prompts", ""], "argument --prompts: '' is not a whole number"),

@@ -18,7 +18,6 @@ import pytest
 
 import mingc
 from mingc.cli import COMMANDS, commands, main
-from mingc.commands.removed import REMOVED
 
 
 @pytest.fixture(autouse=True)
@@ -117,45 +116,6 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
         )
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith("Usage: mingc")
-
-
-@pytest.mark.parametrize(("command", "option", "fix"), REMOVED)
-def test_what_was_removed_is_refused_with_what_to_do_instead(
-    command: str, option: str | None, fix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in ([option], [option, "x"], [f"{option}=x"]) if option else ([], ["--x"]):
-        with pytest.raises(SystemExit) as exited:
-            main([*command.split(), *words, "y"])
-        out, err = capsys.readouterr()
-        assert (exited.value.code, out) == (2, "")
-        assert err.splitlines() == [
-            f"mingc: error: {option or command} was removed",
-            f"  where: mingc {command}",
-            f"  fix: {fix}",
-        ]
-    if option is not None:
-        assert option not in {word for each in LEAVES[command].params for word in each.opts}
-    else:
-        assert command not in LEAVES
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--target", "cpu", "--target", "rtx:sm89"], "--target is given several times"),
-        (["--target=cpu", "--target=cuda"], "--target is given several times"),
-        (["--backend", "aoti+onnx"], "--backend aoti+onnx: names several backends"),
-        (["--backend", "aoti", "--backend=onnx+aoti:cfm"], "--backend onnx+aoti:cfm: names several backends"),
-    ],
-)
-def test_an_artifact_of_several_targets_or_backends_is_refused(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        main(["export", "x", "--output", "y", *words])
-    err = capsys.readouterr().err
-    assert exited.value.code == 2
-    assert says in err and "fix: export one artifact for each backend and target" in err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -492,6 +493,7 @@ def importers_of(tree: ast.Module) -> set[str]:
     return found
 
 
+@cache
 def imported(path: Path) -> list[tuple[str, int]]:
     """Every module that an import of the file names, with its line; `from a import b` is a.b if a module.
 
@@ -579,6 +581,7 @@ def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:
     ]
 
 
+@cache
 def typing_only_lines(path: Path) -> set[int]:
     """Lines of imports under `if TYPE_CHECKING:`, which no process runs."""
     lines: set[int] = set()
@@ -588,20 +591,20 @@ def typing_only_lines(path: Path) -> set[int]:
     return lines
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in UNRESTRICTED])
-def test_a_module_imports_only_what_its_package_may(module: str) -> None:
-    package = package_of(module)
-    assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
-    for name, line in imported(MODULES[module]):
-        if name.split(".")[0] in ("mingc", "conformance") and package_of(name) != package:
-            assert package_of(name) in ALLOWED[package], (
-                f"{module}, line {line}: imports {name}, which {package} may not"
-            )
+def test_a_module_imports_only_what_its_package_may() -> None:
+    for module in (name for name in MODULES if name not in UNRESTRICTED):
+        package = package_of(module)
+        assert package in ALLOWED, f"{module} belongs to no package of ALLOWED"
+        for name, line in imported(MODULES[module]):
+            if name.split(".")[0] in ("mingc", "conformance") and package_of(name) != package:
+                assert package_of(name) in ALLOWED[package], (
+                    f"{module}, line {line}: imports {name}, which {package} may not"
+                )
 
 
-@pytest.mark.parametrize("module", UNRESTRICTED)
-def test_the_command_line_does_not_need_the_checkout(module: str) -> None:
-    assert not [name for name, _ in imported(MODULES[module]) if name.split(".")[0] == "conformance"]
+def test_the_command_line_does_not_need_the_checkout() -> None:
+    names = [name for module in UNRESTRICTED for name, _ in imported(MODULES[module])]
+    assert not [name for name in names if name.split(".")[0] == "conformance"]
 
 
 def test_a_package_is_allowed_only_what_it_imports() -> None:
@@ -677,6 +680,7 @@ def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
         visit(name, ())
 
 
+@cache
 def modules_after(code: str) -> set[str]:
     """Names in `sys.modules` of a fresh interpreter after `code`."""
     result = subprocess.run(
@@ -698,6 +702,9 @@ def import_all(package: str) -> str:
         "for module in pkgutil.walk_packages(root.__path__, root.__name__ + '.'):\n"
         "    importlib.import_module(module.name)"
     )
+
+
+CPP_LOADER = "import torch; torch._C._aoti.AOTIModelPackageLoader"
 
 
 def within(names: set[str], package: str) -> set[str]:
@@ -736,7 +743,7 @@ def test_the_benchmark_and_the_audit_are_clients(client: str) -> None:
 
 
 def test_the_runtime_loads_no_compiler_no_export_no_verify_and_no_probe() -> None:
-    loaded = modules_after(import_all("mingc.runtime")) - modules_after("import torch")
+    loaded = modules_after(import_all("mingc.runtime")) - modules_after(CPP_LOADER)
     for package in (*COMPILERS, "mingc.export", "mingc.verify", "mingc.probe"):
         assert not within(loaded, package), f"mingc.runtime loads {package}"
 
@@ -749,31 +756,31 @@ def test_export_loads_no_runtime() -> None:
 
 def test_the_cpp_engine_loader_exists_and_loads_no_compiler() -> None:
     """The loader is private to torch; this fails first when a new torch moves it."""
-    assert not within(modules_after("import torch; torch._C._aoti.AOTIModelPackageLoader"), "torch._inductor")
+    assert not within(modules_after(CPP_LOADER), "torch._inductor")
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.runtime")])
-def test_the_runtime_names_no_compiler(name: str) -> None:
-    path = MODULES[name]
-    for module, line in imported(path):
-        for package in (*COMPILERS, "torch.export"):
-            assert not within({module}, package) or line in typing_only_lines(path), f"line {line}: {module}"
-    source = path.read_text(encoding="utf-8")
-    assert "torch.export" not in source and "torch.compile(" not in source
+def test_the_runtime_names_no_compiler() -> None:
+    for name, path in MODULES.items():
+        if not name.startswith("mingc.runtime"):
+            continue
+        for module, line in imported(path):
+            for package in (*COMPILERS, "torch.export"):
+                assert not within({module}, package) or line in typing_only_lines(path), (
+                    f"{name}, {line}: {module}"
+                )
+        source = path.read_text(encoding="utf-8")
+        assert "torch.export" not in source and "torch.compile(" not in source, name
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.artifacts")])
-def test_artifacts_use_the_standard_library_only(name: str) -> None:
-    for module, line in imported(MODULES[name]):
-        top = module.split(".")[0]
-        assert top == "mingc" or top in sys.stdlib_module_names, f"line {line}: imports {module}"
-
-
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mingc.media.dsp")])
-def test_signal_processing_needs_numpy_only(name: str) -> None:
-    for module, line in imported(MODULES[name]):
-        top = module.split(".")[0]
-        assert top in ("mingc", "numpy") or top in sys.stdlib_module_names, f"line {line}: imports {module}"
+@pytest.mark.parametrize(
+    ("package", "libraries"), [("mingc.artifacts", ["mingc"]), ("mingc.media.dsp", ["mingc", "numpy"])]
+)
+def test_a_package_uses_few_libraries(package: str, libraries: list[str]) -> None:
+    """Beside the standard library."""
+    for name, path in MODULES.items():
+        for module, line in imported(path) if name.startswith(package) else ():
+            top = module.split(".")[0]
+            assert top in (*libraries, *sys.stdlib_module_names), f"{name}, line {line}: imports {module}"
 
 
 def _defined(path: Path) -> set[str]:

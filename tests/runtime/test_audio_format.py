@@ -251,7 +251,7 @@ def test_a_clip_that_is_dropped_prints_nothing_and_is_freed(
     async def leave(clip: KeptClip | LiveClip) -> None:
         for piece in chunks(*[14112] * 12):
             await clip.add(piece)
-        task = asyncio.ensure_future(clip.add(chunks(20 * RATE)[0]))
+        task = asyncio.ensure_future(clip.add(chunks(5 * RATE)[0]))
         await asyncio.sleep(0)
         task.cancel()
         clip.close()

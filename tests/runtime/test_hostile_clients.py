@@ -271,10 +271,11 @@ def test_connections_beyond_a_time_limit_are_closed_and_counted_once(
 
 
 @pytest.mark.parametrize(
-    ("num_idle", "expected"), [(0, 256), (1, 256), (7, 128), (40, 24), (63, 16), (90, 16)]
+    ("num_idle", "num_others", "expected"),
+    [(0, 0, 256), (63, 0, 256), (0, 1, 256), (5, 7, 128), (0, 40, 24), (0, 63, 16), (0, 90, 16)],
 )
-def test_connections_share_what_bodies_may_take_of_the_event_loop(
-    num_idle: int, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_uploads_share_what_bodies_may_take_of_the_event_loop(
+    num_idle: int, num_others: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together 1 MiB at most is read before other work, but 16 KiB of each; heads are read in 16 KiB."""
     limits: list[int] = []
@@ -298,8 +299,11 @@ def test_connections_share_what_bodies_may_take_of_the_event_loop(
     with fake_server() as (url, _), contextlib.ExitStack() as idle:
         for _ in range(num_idle):
             idle.enter_context(connect(url))
+        for _ in range(num_others):
+            idle.enter_context(connect(url)).sendall(head + body[:1])
         with connect(url) as connection:
-            eventually(lambda: bool(tables) and len(tables[-1].connections) == num_idle + 1)
+            eventually(lambda: bool(tables) and len(tables[-1].connections) == num_idle + num_others + 1)
+            eventually(lambda: len(tables[-1].uploading) == num_others)
             limits.clear()
             for _ in range(2):
                 connection.sendall(head + body)
@@ -311,6 +315,7 @@ def test_connections_share_what_bodies_may_take_of_the_event_loop(
     assert len(limits) >= 4 and first[0] == 0 and kib <= {16, expected}, limits
     if expected > 16:
         assert len(first) == 2 and kib == {16, expected}
+    assert not tables[-1].uploading
 
 
 def closed_by(table: Any) -> dict[str, float]:

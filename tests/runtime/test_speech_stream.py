@@ -107,7 +107,7 @@ def test_the_audio_does_not_depend_on_where_the_text_is_cut(is_early: bool, url:
     assert spoken(url, other, text(WRITTEN), DONE) == whole
     with connect(url) as connection:
         send(connection, config)
-        for cut in range(0, len(WRITTEN) + 1, 8):
+        for cut in range(0, len(WRITTEN) + 1, 24):
             send(connection, text(WRITTEN[:cut]), text(WRITTEN[cut:]), DONE)
             assert receive(connection)[1] == whole
         send(connection, *(text(character) for character in WRITTEN), DONE)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from mingc_command import CACHE, CHECKPOINT, EAGER, REPOSITORY, mingc
+from mingc_command import CACHE, CHECKPOINT, EAGER, PARTLY, REPOSITORY, mingc
 
 # What serves or checks an artifact does not decide what is in it. The prompts of its served goldens come from `prompts`
 # but must not change with a bug planted there.
@@ -37,19 +37,29 @@ _RECORDING = {
 }
 
 
-def export_eager(*options: object, checkpoint: Path = CHECKPOINT) -> Path:
-    """The artifact of `mingc export --backend eager OPTIONS`; kept in the cache of the tests, so do not write into it.
+def export_eager(*options: object, checkpoint: Path = CHECKPOINT, backend: str = "eager") -> Path:
+    """The artifact of `mingc export --backend BACKEND OPTIONS`; kept in the cache of the tests: do not write into it.
 
     Kept under the hash of everything that decides its content. The first process to ask exports it, others wait.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
-    artifact = CACHE / f"eager-{_key(options, checkpoint)}"
+    artifact = CACHE / f"{backend}-{_key(options, checkpoint)}"
     with artifact.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not artifact.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as folder:
                 # A second process would import and trace for the first time what the first one has: a fifth more.
-                words = ("--backend", "eager", "--output", Path(folder) / "tiny", "--jobs", 1, *options)
+                words = (
+                    "--backend",
+                    backend,
+                    "--output",
+                    Path(folder) / "tiny",
+                    "--cache",
+                    CACHE,
+                    "--jobs",
+                    1,
+                    *options,
+                )
                 done = mingc("export", checkpoint, *words)
                 assert done.code == 0, done.stderr
                 os.replace(Path(folder) / "tiny", artifact)
@@ -76,7 +86,12 @@ def _key(options: tuple[object, ...], checkpoint: Path) -> str:
     digest = hashlib.sha256(
         f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {options}".encode()
     )
-    for root, files in ((package, sources), (EAGER, EAGER.rglob("*")), (checkpoint, checkpoint.rglob("*"))):
+    for root, files in (
+        (package, sources),
+        (EAGER, EAGER.rglob("*")),
+        (PARTLY, PARTLY.rglob("*")),
+        (checkpoint, checkpoint.rglob("*")),
+    ):
         for path in sorted(files):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(f"\0{path.relative_to(root)}\0".encode())

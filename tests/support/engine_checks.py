@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from zipfile import is_zipfile
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mingc_command import CACHE
 from torch import nn
 from torch.nn import functional as F
 
+from mingc.artifacts.artifact import open_artifact
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.compile.backend import Backend
 from mingc.export.compile.backends.aoti import BACKEND as AOTI
@@ -21,8 +23,22 @@ from mingc.export.stage import GraphDef, Shard, Stage, StageOptions
 from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.numerics.relative_error import relative_error
 from mingc.runtime.engines.backends import load_engine
+from mingc.runtime.engines.base import Engine
 
 CPU = torch.device("cpu")
+
+
+def compiled_file(artifact: Path, stage: str, graph: str) -> Path:
+    """The package of a graph that the backend `partly` compiles."""
+    opened = open_artifact(artifact)
+    (engine,) = opened.manifest.stages[stage].graphs[graph].engines
+    return opened.path(engine.file)
+
+
+def compiled_engine(artifact: Path, stage: str, graph: str) -> Engine:
+    """The engine of a graph of the artifact `compiled_artifact`, without weights."""
+    path = compiled_file(artifact, stage, graph)
+    return load_engine("aoti" if is_zipfile(path) else "eager", path, CPU)
 
 
 def _backends(*slow: Backend) -> pytest.MarkDecorator:

@@ -131,8 +131,8 @@ def cases(device: str, dtype: torch.dtype) -> dict[str, Case]:
 
 
 def _layer(make: _Inputs, rows: int, hidden: int, inner: int, kind: str) -> Sequence[Tensor]:
-    """Both GEMMs of an MLP between norms, as the speech LLM chains them."""
-    x, norm = make.normal(rows, hidden), 1 + make.weight(hidden)
+    """Both GEMMs of an MLP between norms, as the speech LLM chains them, of rows that are apart."""
+    x, norm = make.normal(rows, 2, hidden)[:, 1], 1 + make.weight(hidden)
     up, up_scale = make.stored(kind, 2 * inner, hidden)
     down, down_scale = make.stored(kind, hidden, inner)
     state = linears.begin_residual(x, norm, 1e-6)

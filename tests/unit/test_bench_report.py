@@ -76,6 +76,7 @@ def test_figures_of_text_by_hand() -> None:
         "wall, median, ms": 1500,
         "wall, p95, ms": np.quantile([2000, 1000], 0.95),
         "server: queue, median, ms": 6.0,
+        "server: queue, p95, ms": np.quantile([4, 8], 0.95),
     }
     assert found == pytest.approx(wanted)
 
@@ -200,14 +201,14 @@ def measured(seed: int, slower: float = 1.0, broken: int = 0, num_repeats: int =
 
 
 def test_equal_servers_are_not_told_apart() -> None:
-    """Five pairs of measurements of one server, with about seventy figures each."""
-    files = [measured(seed) for seed in range(10)]
+    """Two pairs of measurements of one server, with about seventy figures each."""
+    files = [measured(seed) for seed in range(4)]
     verdicts = [
         change.verdict
         for old, new in zip(files[::2], files[1::2], strict=True)
         for change in compare(old, new).changes
     ]
-    assert len(verdicts) > 300 and {*verdicts} == {"no difference"}
+    assert len(verdicts) > 120 and {*verdicts} == {"no difference"}
 
 
 def test_a_server_that_is_slower_or_fails_is_told_by_every_figure_of_it() -> None:

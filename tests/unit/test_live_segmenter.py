@@ -143,13 +143,13 @@ def golden_texts() -> list[str]:
 
 def test_cuts_do_not_change_the_spoken_words() -> None:
     num_early = 0
-    for text in [*golden_texts(), *texts(500, seed=3)]:
+    for text in [*golden_texts(), *texts(150, seed=3)]:
         segments = stream(text)
         spoken = [piece for each in segments for piece in spoken_pieces(each)]
         assert words(spoken) == spoken_words(text), text
         assert "".join(each.text for each in segments).strip() == text.strip()
         num_early += len(segments) > 1
-    assert num_early > 300, "most texts have several segments"
+    assert num_early > 100, "most texts have several segments"
 
 
 def test_long_texts_without_marks_are_not_cut_beside_numbers() -> None:

@@ -301,8 +301,9 @@ def test_the_program_minisign_agrees(bundle: Path, tmp_path: Path) -> None:
     assert verify_signature(tmp_path / "out", str(made.public_key)).trusted_comment == "made by minisign"
 
 
+@pytest.mark.parametrize("password", [None, pytest.param("word", marks=pytest.mark.exhaustive)])
 def test_a_secret_key_of_minisign_with_a_password(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    password: str | None, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made by `minisign -G` with the password `word`; opening it takes seconds and 1 GiB, as in minisign."""
     secret = tmp_path / "m.key"
@@ -312,9 +313,11 @@ def test_a_secret_key_of_minisign_with_a_password(
         "ZsizL6r8ip891jHcwjICj4iK8DEP+XoLjtU9LNWUdvRbYSZG55jt6gPluVqPdY+hZ5tq1oc3br4PCTGZQ34A28sUhJTLpZTdYaihAoZm+8qGo8U=\n"
     )
     public = "RWQ4jFRv8cKdalkyg0zk3CwAb+ou59iLzb3+ZLU/AM6v/bPLB+nProR9"
-    with pytest.raises(ConfigError, match="has a password"):
-        sign_bundle(bundle, secret, None)
-    monkeypatch.setenv("MINGC_SIGN_PASSWORD", "word")
+    if password is None:
+        with pytest.raises(ConfigError, match="has a password"):
+            sign_bundle(bundle, secret, None)
+        return
+    monkeypatch.setenv("MINGC_SIGN_PASSWORD", password)
     sign_bundle(bundle, secret, None)
     verify_signature(bundle, public)
 

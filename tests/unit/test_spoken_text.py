@@ -61,9 +61,13 @@ def words(pieces: list[str]) -> list[str]:
     return re.findall(r"[一-鿿]|[^\W一-鿿]+", " ".join(pieces))
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case['kind']}-{case['text'][:24]}" for case in CASES])
-def test_a_text_is_read_as_a_person_reads_it(case: dict[str, Any]) -> None:
-    assert plain(read(case["text"])) in [plain(each) for each in case["spoken"]]
+@pytest.mark.parametrize("kind", sorted({case["kind"] for case in CASES}))
+def test_a_text_is_read_as_a_person_reads_it(kind: str) -> None:
+    cases = [case for case in CASES if case["kind"] == kind]
+    found = [
+        (case["text"], plain(read(case["text"])), [plain(each) for each in case["spoken"]]) for case in cases
+    ]
+    assert not [each for each in found if each[1] not in each[2]]
 
 
 @st.composite
@@ -82,9 +86,9 @@ def test_a_live_text_has_the_words_of_the_whole_text(parts: list[str]) -> None:
     assert words(pieces) == words(list(spoken_pieces("".join(parts), 50, "natural")))
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_that_arrives_letter_by_letter_has_the_same_pieces(text: str) -> None:
-    assert live_pieces(text) == live_pieces([text])
+def test_a_text_that_arrives_letter_by_letter_has_the_same_pieces() -> None:
+    for text in TEXTS:
+        assert live_pieces(text) == live_pieces([text])
 
 
 @pytest.mark.parametrize(
@@ -243,15 +247,15 @@ def test_pieces_say_where_they_end_in_the_text(parts: list[str], rules: SpeechTe
     assert "Hm" not in live_pieces([text])[0]
 
 
-@pytest.mark.parametrize("text", [*TEXTS, *(f"He said it. {text}\n\nSo did she." for text in TEXTS)])
-def test_a_piece_says_its_part_of_the_text(text: str) -> None:
+def test_a_piece_says_its_part_of_the_text() -> None:
     """Every part is read alone as it is read within the text, also its numbers and markup."""
-    start = 0
-    for piece in pieces_of([text]):
-        part = text[start : piece.end]
-        assert words([read(part)]) == words([piece.text]), part
-        start = piece.end or 0
-    assert not text[start:].strip() or not read(text[start:])
+    for text in (*TEXTS, *(f"He said it. {text}\n\nSo did she." for text in TEXTS)):
+        start = 0
+        for piece in pieces_of([text]):
+            part = text[start : piece.end]
+            assert words([read(part)]) == words([piece.text]), part
+            start = piece.end or 0
+        assert not text[start:].strip() or not read(text[start:]), text
 
 
 @pytest.mark.parametrize("tail", [" 🎉", "\n```\ncode\n```", " \n\n "])

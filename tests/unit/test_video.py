@@ -93,10 +93,10 @@ def spec_rows(frames: list[np.ndarray]) -> np.ndarray:
     return np.stack(rows)
 
 
-def test_decoded_videos_of_1000_random_sizes_give_the_rows_of_the_specification() -> None:
+def test_decoded_videos_of_random_sizes_give_the_rows_of_the_specification() -> None:
     generator = np.random.default_rng(12)
     num_resized = 0
-    for seed in range(1000):
+    for seed in range(150):
         height, width = (int(side) for side in generator.integers(8, 120, 2))
         min_pixels, total_pixels = int(generator.integers(1024, 8192)), int(generator.integers(2048, 12288))
         frames = [noise_image(height, width, seed + index) for index in range(1 + seed % 3)]
@@ -111,7 +111,7 @@ def test_decoded_videos_of_1000_random_sizes_give_the_rows_of_the_specification(
         assert video.vision.grid == (len(resized) // 2, size[0] // 16, size[1] // 16), (height, width)
         np.testing.assert_allclose(video.vision.pixels, spec_rows(resized), rtol=0, atol=1e-6)
         num_resized += (height, width) != size
-    assert num_resized > 900
+    assert num_resized > 130
 
 
 def test_a_frame_of_the_right_size_is_not_copied() -> None:
