@@ -385,6 +385,21 @@ def figures(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             rows += found.get("times", [])
         elif "answers" in found:
             rows += _served_rows(found)
+        for each in (found.get("document") or {}).get("graphs", ()):
+            row = {
+                "case": f"tiny {each['stage']}.{each['graph']}",
+                "backend": each["backend"],
+                "n": each["engines"],
+            }
+            built = {
+                "median": each["compile_seconds"],
+                "unit": "s of all engines",
+                "bytes": each["size_bytes"],
+            }
+            rows += [
+                {"name": "build_s", **row, **built},
+                {"name": "error", **row, "median": each["error"], "unit": "of the largest value"},
+            ]
         if kind in ("served", "auto") and "exit" in found:
             rows.append(_command_row(name, found))
     return rows

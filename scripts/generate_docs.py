@@ -315,7 +315,7 @@ def _support_rows() -> list[str]:
             if _stage_of(row["graph"]) in _IMAGE_STAGES
         ),
     ]
-    released, built = _figures(_latest("backends-released-cpu")), _figures(_latest("rtx-builds-cpu"))
+    released, served = _figures(_latest("backends-released-cpu")), _figures(_latest("tensorrt-served-h200"))
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
@@ -329,15 +329,15 @@ def _support_rows() -> list[str]:
 
     lines = [
         "| stage | `aoti`, H200 | `aoti`, CPU, tiny | `aoti`, CPU, released | `onnx`, CPU, tiny | "
-        "`onnx`, CPU, released | `tensorrt` from ONNX, RTX cards | `tensorrt` from ONNX, H100 | `onnx`, H100 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "`onnx`, CPU, released | `tensorrt`, H200, tiny | `onnx`, H100 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for stage in _STAGES:
         gpus = [_latest(start).name for start, stages in _ON_GPU.items() if stage in stages]
-        cards = {
-            each["case"]
-            for each in built
-            if each.get("name") == "build_s" and _stage_of(each["case"]) == stage
+        exported = {
+            each["case"]: each["median"]
+            for each in served
+            if each["name"] == "error" and _stage_of(each["case"].removeprefix("tiny ")) == stage
         }
         cells = (
             f"`{stage}`",
@@ -346,9 +346,8 @@ def _support_rows() -> list[str]:
             errors(stage, "aoti", released),
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
-            f"{len(cards)} built, not run" if cards else "–",
-            _on_gpu(stage, "tensorrt", "h100"),
-            _on_gpu(stage, "onnx", "h100"),
+            f"{len(exported)} exported and verified, {max(exported.values()):.1e}" if exported else "–",
+            _on_h100(stage, "onnx"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -358,34 +357,28 @@ def _stage_of(graph: str) -> str:
     return graph.partition(".")[0]
 
 
-def _on_gpu(stage: str, backend: str, gpu: str) -> str:
-    """What ran of a stage on a GPU with `backend`: graphs of the released dims, and a tiny server."""
+def _on_h100(stage: str, backend: str) -> str:
+    """What ran of a stage on an H100 with `backend`: graphs of the released dims, and a tiny server."""
     served = {
         each.partition("=")[0]
-        for row in _figures(_latest(f"{backend}-served-{gpu}"))
+        for row in _figures(_latest(f"{backend}-served-h100"))
         if row["name"] == "served" and "error" not in row
         for each in row["engines"].split(",")
     }
-    found: dict[str, dict[str, bool]] = {"run": {}, "wrong": {}, "crashed": {}}
-    for row in _figures(_latest(f"{backend}-engines-{gpu}")):
-        is_of = row.get("case", "").startswith("released") and row.get("backend", backend) == backend
-        if (
-            not is_of
-            or _stage_of(graph := row["case"].split("-")[2]) != stage
-            or row.get("refused") == "out of time"
-        ):
-            continue
-        name = graph.partition(".")[2]
-        if row["name"] == "latency_ms" and "backend" not in row:
-            found["crashed"][name] = True
-        elif row["name"] == "error":
-            found["run" if row.get("finite", True) and row["median"] <= row["tolerance"] else "wrong"][
-                name
-            ] = True
-    words = [
-        f"{', '.join(f'`{each}`' for each in sorted(names))} {kind}" for kind, names in found.items() if names
+    run = sorted(
+        {
+            each["case"].split("-")[2].partition(".")[2]
+            for each in _figures(_latest(f"{backend}-engines-h100"))
+            if each["name"] == "error"
+            and each["backend"] == backend
+            and _stage_of(each["case"].split("-")[2]) == stage
+        }
+    )
+    found = [
+        *([f"{', '.join(f'`{each}`' for each in run)} run"] if run else []),
+        *(["served (tiny)"] if stage in served else []),
     ]
-    return "; ".join([*words, *(["served (tiny)"] if stage in served else [])]) or "–"
+    return "; ".join(found) or "–"
 
 
 if __name__ == "__main__":

@@ -236,6 +236,27 @@ def test_both_dtypes_are_taken_and_the_library_of_the_target_is_named(
         recipe(tmp_path, backend=("tensorrt",), **words)
 
 
+def test_float32_is_refused_only_on_a_gpu_that_the_library_does_not_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H200 it had ten times the error that float32 may have."""
+    release = torch.__version__[:4]
+    rtx = {"torch-tensorrt-rtx": f"{release}.0", "tensorrt-rtx": "1.4.0"}
+    classic = {"torch-tensorrt": f"{release}.0", "tensorrt": "10.15"}
+    monkeypatch.setattr(tensorrt_library, "_RTX_OF_TORCH", {release: "1.4"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, installed, refused in (
+        ((9, 0), rtx, True),
+        ((8, 9), rtx, False),
+        ((9, 0), classic, False),
+    ):
+        monkeypatch.setattr(tensorrt_backend, "gpu", lambda: SimpleNamespace(capability=capability))  # noqa: B023
+        monkeypatch.setattr(tensorrt_library, "installed_version", installed.get)
+        found = BACKEND.unsupported_reason("cuda", "float32")
+        assert ("capability 9.0" in str(found) and "bfloat16" in str(found)) is refused
+        assert (found is not None) is refused and BACKEND.unsupported_reason("cuda", "bfloat16") is None
+
+
 def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
     """What is refused for a GPU in bfloat16 before anything is built, by graph and backend."""
     checkpoint = DATA / "tiny-ming"

@@ -56,6 +56,11 @@ class TensorRtBackend(Backend):
         unlisted = None if here is None or here in RTX_CAPABILITIES else "{}.{}".format(*here)
         library = RTX if is_rtx(target) else compiling_library() or RTX
         problem = compiler_problem(library, torch.__version__.split("+")[0], unlisted)
+        if problem is None and library == RTX and unlisted and dtype == "float32":
+            return (
+                f"{TITLES[RTX]} computes float32 with errors of 1e-3 on a GPU of compute capability {unlisted}, which "
+                "it does not list; use --dtype bfloat16"
+            )
         if problem is not None or not is_rtx(target):
             return problem
         try:
