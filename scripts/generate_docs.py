@@ -315,7 +315,7 @@ def _support_rows() -> list[str]:
             if _stage_of(row["graph"]) in _IMAGE_STAGES
         ),
     ]
-    released, served = _figures(_latest("backends-released-cpu")), _figures(_latest("tensorrt-served-h200"))
+    released, served = _figures(_latest("backends-released-cpu")), _figures(_latest("tensorrt-tiny-h200"))
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
