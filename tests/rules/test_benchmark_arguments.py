@@ -40,7 +40,7 @@ THINKER, ENGINES, CONVERSATIONS = "thinker.py", "backend_engines.py", "conversat
         ([THINKER, "--device", "cpu", "--ranks", "3"], "--ranks 3: 32 query heads cannot be divided"),
         ([THINKER, "--device", "cpu", "--layers", "1"], "--layers 1 is not from 2 to 32"),
         ([ENGINES], "error: --output is needed"),
-        ([ENGINES, "--parts", "auto,all"], "argument --parts: 'all' is not one of released, auto"),
+        ([ENGINES, "--parts", "auto,all"], "argument --parts: 'all' is not one of released, served, auto"),
         ([ENGINES, "--parts", "auto,auto"], "argument --parts: auto,auto names a word twice"),
         ([ENGINES, "--limit", "0"], "argument --limit: 0 is not a finite number above 0"),
         ([ENGINES, "--build-limit", "inf"], "argument --build-limit: inf is not a finite number above 0"),
