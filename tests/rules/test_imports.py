@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.console": ("mingc.artifacts", "mingc.errors", "mingc.options", "mingc.python_module"),
     "mingc.console.child_main": ("mingc.cli", "mingc.host"),
     # Loads the commands by name.
-    "mingc.cli": ("mingc", "mingc.commands", "mingc.console", "mingc.console.signals", "mingc.errors"),
+    "mingc.cli": ("mingc", "mingc.console", "mingc.console.signals", "mingc.errors"),
     "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
