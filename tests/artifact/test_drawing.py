@@ -246,7 +246,7 @@ def test_a_picture_of_the_whole_service_is_the_official_one(
 
 def test_a_picture_has_the_same_bits_alone_and_beside_everything_else(service: OmniService) -> None:
     """Beside chats, speech and other pictures, and with a prompt that the prefix cache has."""
-    request = request_of('A sign "OPEN".', num_pictures=2)
+    request = request_of('A sign "OPEN".', num_pictures=2, num_steps=2)
 
     async def work() -> None:
         alone, _ = await draw(service, request)

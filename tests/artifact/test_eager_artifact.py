@@ -24,6 +24,7 @@ def test_no_engine_is_compiled(eager_artifact: Path) -> None:
     assert engines and {each.backend for each in engines} == {"eager"}
 
 
+@pytest.mark.exhaustive
 def test_every_golden_is_met(eager_artifact: Path) -> None:
     check_goldens(eager_artifact)
 

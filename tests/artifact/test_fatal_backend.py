@@ -32,6 +32,7 @@ def installed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("installed")
 def test_auto_goes_on_without_it_and_records_how_its_process_ended(tmp_path: Path) -> None:
     root = tmp_path / "cfm"

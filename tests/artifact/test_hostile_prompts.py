@@ -191,11 +191,8 @@ def test_an_image_is_seen_whatever_its_question_says(served: Served) -> None:
     assert len({*answers.values(), blind}) == 3, "each image changes the answer"
 
 
-@pytest.mark.parametrize("audio_format", ["wav", "pcm16", "flac"])
-def test_the_stream_helper_of_the_official_client_gives_a_whole_clip(
-    served: Served, audio_format: str
-) -> None:
-    checks.check_joined_stream(served.url, audio_format)
+def test_the_stream_helper_of_the_official_client_gives_a_whole_clip(served: Served) -> None:
+    checks.check_joined_stream(served.url, "wav")
 
 
 def test_special_tokens_are_parsed_if_the_server_is_asked_to(eager_artifact: Path) -> None:

@@ -270,7 +270,7 @@ def test_the_next_prompt_has_what_was_heard(served: Watched) -> None:
             )
 
 
-@pytest.mark.parametrize("has_limit", [True, False])
+@pytest.mark.parametrize("has_limit", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_the_oldest_turns_are_left_out(served: Watched, has_limit: bool) -> None:
     """By the tokens of real prompts, spoken answers included, and down to the share that is kept."""
     context = served.service.info.max_model_len
@@ -323,8 +323,8 @@ def test_sessions_at_once_are_each_as_alone(served: Watched) -> None:
             return response["output"][0]["content"][0]["transcript"], sounds(client)
 
     alone = [talk(number) for number in range(8)]
-    with ThreadPoolExecutor(64) as pool:
-        together = list(pool.map(lambda number: talk(number % 8), range(64)))
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda number: talk(number % 8), range(24)))
     for number, (text, pcm) in enumerate(together):
         assert text == alone[number % 8][0]
         first, second = (np.frombuffer(each, "<i2").astype(float) for each in (pcm, alone[number % 8][1]))

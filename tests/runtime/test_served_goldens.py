@@ -47,6 +47,10 @@ STEPS = {
 }
 
 
+# What chunks cannot change.
+SAMPLING = pytest.mark.parametrize("service", ["host sampling", "device sampling"], indirect=True)
+
+
 @pytest.fixture(scope="module", params=STEPS, ids=STEPS.keys())
 def service(eager_artifact: Path, request: pytest.FixtureRequest) -> Iterator[OmniService]:
     opened = open_service(eager_artifact, EngineOptions(max_total_tokens=2048, steps=STEPS[request.param]))
@@ -67,6 +71,7 @@ def test_every_prompt_is_answered_as_recorded(service: OmniService) -> None:
         check_answer(case, collector)
 
 
+@SAMPLING
 def test_log_probabilities_are_those_of_the_official_logits(service: OmniService) -> None:
     """Of the raw logits: penalties and bias change the tokens, and not what a token's log probability is."""
     loop = thinker_loop(service)
@@ -93,6 +98,7 @@ def check_logprobs(found: TokenLogprobs, token: int | None, logits: np.ndarray) 
     assert found.top[0][0] == top[0]
 
 
+@SAMPLING
 def test_a_request_in_a_used_slot_has_its_own_repetition_penalty(service: OmniService) -> None:
     """The tokens of the prompt and of the answer count, those of the slot's earlier requests do not."""
     loop = thinker_loop(service)
