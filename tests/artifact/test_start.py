@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 from eager_export import copy_of
 from mingc_command import ENVIRONMENT, REPOSITORY
 
