@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from mingc.artifacts.artifact import check_fingerprint, open_artifact
 from mingc.artifacts.file_cache import cache_folder
 from mingc.bundles.distributions import OWN, own_requirements
 from mingc.errors import ConfigError, IncompatibleError
+from mingc.host.cxx_compiler import INSTALL, compiler, compiler_problem
 from mingc.host.description import installed_version
 from mingc.host.machine import current_host, driver_version, gpu
 
@@ -44,7 +44,6 @@ _NEEDED_FOR = {  # by extra; "" is what every command needs
 _SAME_PACKAGE = {"onnxruntime": "onnxruntime-gpu"}  # both install the module `onnxruntime`
 _SEVERAL_RANKS = "serve --tp 2 and more"
 _LEAST_FREE_BYTES = 10**9
-_INSTALL_COMPILER = "apt-get install g++, or set CXX to a compiler"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,32 +199,10 @@ def _no_cuda(driver: str | None, built_for: str | None) -> Problem:
 
 
 def _compiler() -> Check:
-    name = os.environ.get("CXX") or next((each for each in ("g++", "clang++") if shutil.which(each)), None)
+    name = compiler()
     if name is None:
-        return _check("C++ compiler", "export", "", _INSTALL_COMPILER, "missing")
-    problem = _compiler_problem(name)
-    return _check("C++ compiler", "export", *((name, None) if problem is None else problem))
-
-
-def _compiler_problem(name: str) -> Problem | None:
-    """None when the compiler links libstdc++ dynamically: torch crashes on engines that contain a static one."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
-            source.write_text("#include <string>\nstd::string hello() { return std::string(99, 'x'); }\n")
-            command = [*name.split(), "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-            code = library.read_bytes()
-    except subprocess.SubprocessError as error:
-        words = (getattr(error, "stderr", None) or str(error)).strip()
-        return f"{name}: {words.splitlines()[-1] if words else 'failed'}", _INSTALL_COMPILER
-    except OSError as error:
-        fix = f"{_INSTALL_COMPILER}; set TMPDIR to a folder that can be written"
-        return f"{name}: not tried: {error.strerror}", fix
-    if b"libstdc++.so" not in code and b"libc++.so" not in code:
-        detail = f"{name} links libstdc++ statically: engines built with it crash when loaded"
-        return detail, "set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX"
-    return None
+        return _check("C++ compiler", "export", "", INSTALL, "missing")
+    return _check("C++ compiler", "export", *(compiler_problem(name) or (name, None)))
 
 
 def _temporary_folder() -> Path:

@@ -13,8 +13,9 @@ import torch
 from mingc.artifacts.target import cuda_capability, sm_name
 from mingc.errors import ConfigError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.recipe import ExportRecipe
+from mingc.export.recipe import BACKEND, ExportRecipe
 from mingc.export.stage import Shard, Stage
+from mingc.host.cxx_compiler import INSTALL, compiler, compiler_problem
 from mingc.host.machine import gpu
 
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0}
@@ -44,9 +45,9 @@ def resolve_target(target: str) -> str:
 
 
 def check_host(recipe: ExportRecipe) -> None:
-    """Check the device of the target and the cache folder.
+    """Check the device of the target, the C++ compiler and the cache folder.
 
-    Raises: ConfigError when the device is missing, or the folder is not writable.
+    Raises: ConfigError when the device is missing, the compiler is missing or unfit, or the folder is not writable.
     """
     if recipe.target == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -54,6 +55,11 @@ def check_host(recipe: ExportRecipe) -> None:
             where="--target cuda",
             fix="export on a machine with a GPU and a CUDA build of torch (mingc doctor), or pass --target cpu",
         )
+    if BACKEND in {word.partition(":")[0] for word in recipe.backend}:
+        name = compiler()
+        problem = ("there is no C++ compiler", INSTALL) if name is None else compiler_problem(name)
+        if problem is not None:
+            raise ConfigError(problem[0], where=f"--backend {' '.join(recipe.backend)}", fix=problem[1])
     if recipe.cache is not None:
         try:
             recipe.cache.mkdir(parents=True, exist_ok=True)

@@ -123,3 +123,36 @@ def test_a_target_that_names_another_gpu_is_refused(name: str, h200: pytest.Monk
 def test_a_target_that_names_no_gpu_is_refused(target: str, h200: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="is not the name of one GPU, such as sm90"):
         resolve_target(target)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cxx", "says", "fix"),
+    [
+        ("aoti", "compiler", "links libstdc++ statically", "CXX=/usr/bin/g++"),
+        ("aoti:cfm", "compiler", "links libstdc++ statically", "CXX=/usr/bin/g++"),
+        ("aoti", "none", "none: not tried: No such file or directory", "apt-get install g++"),
+        ("aoti", None, "there is no C++ compiler", "apt-get install g++"),
+        ("onnx", "compiler", None, ""),
+    ],
+)
+def test_a_compiler_whose_engines_would_crash_is_refused_at_once(
+    backend: str, cxx: str | None, says: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "compiler"
+    script.write_text('#!/bin/sh\nfor last; do :; done\necho static > "$last"\n')
+    script.chmod(0o755)
+    if cxx is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    else:
+        monkeypatch.setenv("CXX", str(tmp_path / cxx))
+    recipe = ExportRecipe(
+        checkpoint=CHECKPOINT, output=tmp_path / "out", backend=(backend,), stages=("cfm",), cache=None
+    )
+    if says is None:
+        preflight.check_host(recipe)
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan_export(recipe)
+    assert says in caught.value.message and fix in str(caught.value.fix)
+    assert caught.value.where == f"--backend {backend}"

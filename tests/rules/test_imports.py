@@ -196,6 +196,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.export.stages",
         "mingc.export.tasks",
         "mingc.export.weights",
+        "mingc.host",
         "mingc.host.machine",
         "mingc.kernels.triton",
     ),

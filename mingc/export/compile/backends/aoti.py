@@ -64,8 +64,6 @@ def compile_graph(
             f"AOTInductor failed: {described(error)}", where=where, fix="run mingc doctor"
         ) from error
     seconds = time.perf_counter() - started
-    if device == "cuda":
-        _refuse_static_libstdcxx(path, where)
     if kept is not None:
         keep(path, kept)
     return seconds
@@ -139,18 +137,6 @@ def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device:
         digest.update(repr(sorted(tuned_configs().items(), key=repr)).encode())
         digest.update(kernel_sources())
     return digest.hexdigest()
-
-
-def _refuse_static_libstdcxx(path: Path, where: str) -> None:
-    """Refuse an engine that contains a libstdc++: loading it would crash the process."""
-    with zipfile.ZipFile(path) as package:
-        for name in package.namelist():
-            if name.endswith(".so") and b"libstdc++.so.6" not in package.read(name):
-                raise CompileError(
-                    "the compiled engine links libstdc++ statically; loading it would crash",
-                    where=where,
-                    fix="set CXX=/usr/bin/g++ CC=/usr/bin/gcc and unset CUDAHOSTCXX, then export again",
-                )
 
 
 class AotiBackend(Backend):
