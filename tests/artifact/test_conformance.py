@@ -130,6 +130,7 @@ def test_a_batch_larger_than_the_engines_is_not_checked(
     assert row.note == "records 2 requests in one step; the engines take 1 (--batch-sizes)"
 
 
+@pytest.mark.exhaustive
 def test_a_row_fails_when_its_reference_is_another(
     right: VerifyReport, eager_artifact: Path, logs: list[ReferenceLog], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from mingc_command import CHECKPOINT, REPOSITORY
+from mingc_command import CHECKPOINT, REPOSITORY, mingc_here
 from safetensors.torch import load_file
 
 from mingc.artifacts.artifact import open_artifact
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)  # exports
 
 
 def mingc(*words: object) -> Any:
-    """Run `mingc WORDS --json` in a process that finds the toy distribution; the document on stdout."""
+    """Run `mingc WORDS --json` in a process that finds the toy distribution; returns the document on stdout."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TOY), str(REPOSITORY)))}
     done = subprocess.run(
         [sys.executable, "-m", "mingc", *map(str, words), "--json"],
@@ -71,19 +71,20 @@ def filter_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_stage_and_a_backend_from_outside_are_listed(filter_artifact: Path) -> None:
-    (stage,) = mingc("bundle", "inspect", filter_artifact)["stages"]
+def test_a_stage_and_a_backend_from_outside_are_listed(filter_artifact: Path, toy_installed: None) -> None:
+    (stage,) = mingc_here("bundle", "inspect", filter_artifact, "--json").document["stages"]
     assert (stage["stage"], stage["policy"], stage["backends"]) == ("toy_filter", "once", ["toy_program"])
     assert stage["graphs"] == ["filter"]
 
 
-def test_a_stage_and_a_backend_from_outside_are_verified(filter_artifact: Path) -> None:
-    report = mingc("verify", filter_artifact)
+def test_a_stage_and_a_backend_from_outside_are_verified(filter_artifact: Path, toy_installed: None) -> None:
+    report = mingc_here("verify", filter_artifact, "--json").document
     assert report["passed"] and report["checked"] >= 1
 
 
-def test_a_stage_and_a_backend_from_outside_are_probed(filter_artifact: Path) -> None:
-    report = mingc("probe", filter_artifact, "--repetitions", 1, "--no-cold-start", "--no-transfers")
+def test_a_stage_and_a_backend_from_outside_are_probed(filter_artifact: Path, toy_installed: None) -> None:
+    words = ("--repetitions", 1, "--no-cold-start", "--no-transfers", "--json")
+    report = mingc_here("probe", filter_artifact, *words).document
     rows = {(row["engine"], row["sizes"]["B"]) for row in report["engines"]}
     assert rows == {("toy_filter.filter", 1), ("toy_filter.filter", 4)}
 
