@@ -159,7 +159,7 @@ def test_pictures_match_and_a_row_fails_when_its_reference_is_another(
     monkeypatch.setattr(check, "GOLDEN_FILES", files)
     right = check_conformance(image_artifact, DATA)
     assert right.passed and {row.file: row.checked for row in right.files} == PICTURE_ROWS
-    assert max(row.worst_error for row in right.files) < 5e-6
+    assert max(row.worst_error for row in right.files) < 1e-5  # times near 1: see test_image_dit.py
     shutil.copytree(DATA / "imagegen", tmp_path / "imagegen", ignore=shutil.ignore_patterns("tiny-ming"))
     outputs = {"out", "image", "noise", "sigmas", "latents", "final_latent", "decoded"}
     for file in PICTURE_ROWS:
