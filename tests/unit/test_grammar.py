@@ -29,11 +29,7 @@ CALL, CALL_END = map(TOKENIZER.token_id, ("<tool_call>", "</tool_call>"))
 # Each is small, and would take minutes, gigabytes or the stack.
 HOSTILE = {
     "time or memory": ("json", {"type": "integer", "multipleOf": 9999991}, "more than"),
-    "memory": (
-        "json",
-        {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(100)]},
-        "MiB|more than",
-    ),  # by the processor
+    "memory": ("json", {"allOf": [{"type": "string", "pattern": f"w{i}"} for i in range(100)]}, "more than"),
     "depth": ("json", '{"items":' * 5000 + "{}" + "}" * 5000, "nested too deeply"),
     "parentheses": ("regex", "(" * 10000 + "a" + ")" * 10000, "invalid regex"),
     "stars": ("regex", "(a*)*" * 10000, "more than"),
