@@ -19,7 +19,6 @@ import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -40,12 +39,12 @@ from mingc.bench.items import Listed, Synthetic
 from mingc.bench.load import Clients, Job
 from mingc.bench.records import Item, Load, Run
 from mingc.bench.traps import find_traps
+from mingc.console.serve_child import serve_child
 from mingc.errors import BenchError
 from mingc.export.assets.byte_tokenizer import word
 
 Row = dict[str, Any]
 Items = list[Item]
-ROOT = Path(__file__).resolve().parent.parent
 _IDS = range(1_000, 150_000)
 _RATE, _PATCH_S = 44_100, 0.32
 _CROWD = "--max-speech-seqs 1000 --max-concurrent-requests 1600 --max-connections 1800"
@@ -111,42 +110,22 @@ class Writer:
 @contextmanager
 def serve(artifact: Path, more: str, log: Path) -> Iterator[tuple[str, dict[str, float]]]:
     """A server as a child: its address, and seconds of the phases of its start. `more`: further words."""
-    program = str(ROOT / "benchmarks" / "prose_server.py")
-    words = [
-        program,
-        "serve",
-        str(artifact),
-        "--port",
-        "0",
-        "--json",
-        "--drain-seconds",
-        "0",
-        *shlex.split(more),
-    ]
+    words = [str(artifact), "--port", "0", "--json", "--drain-seconds", "0", *shlex.split(more)]
+    command = [sys.executable, str(Path(__file__).with_name("prose_server.py"))]
     began = time.perf_counter()
-    with log.open("wb") as errors:
-        child = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-    assert child.stdout is not None and child.stdin is not None
-    try:
-        line = child.stdout.readline()
+    with (
+        log.open("wb") as errors,
+        serve_child(words, stop_s=_END_S, log=errors, command=command) as (_, out),
+    ):
+        line = out.readline()
         try:
             ready = json.loads(line)
             url = ready["url"]
         except (ValueError, KeyError):
-            raise SystemExit(
-                f"the server did not start:\n{line}{child.stdout.read()}{log.read_text()[-3000:]}"
-            ) from None
+            said = line + out.read() + log.read_bytes()[-3000:]
+            raise SystemExit(f"the server did not start:\n{said.decode(errors='replace')}") from None
         whole_s = round(time.perf_counter() - began, 3)
         yield url, ready["startup_s"] | {"from the start of the process": whole_s}
-    finally:
-        child.terminate()
-        try:
-            child.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
 
 
 class Measurement:

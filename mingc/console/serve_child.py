@@ -12,14 +12,15 @@ from mingc.python_module import module_command, module_environment
 
 @contextmanager
 def serve_child(
-    words: Sequence[str], *, stop_s: float, log: IO[bytes] | None = None
+    words: Sequence[str], *, stop_s: float, log: IO[bytes] | None = None, command: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Run `mingc serve WORDS` and yield the process with its stdout; it ends with the block, or with this process.
 
     `stop_s`: how long it may take to end before it is killed. `log`: its stderr; None: that of this process.
+    `command`: a program that takes the words of `mingc` and ends with its stdin; empty: `mingc`.
     """
     child = subprocess.Popen(
-        module_command("mingc.console.child_main", "serve", *words),
+        [*(command or module_command("mingc.console.child_main")), "serve", *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
