@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_compiler import fake_compiler
 from preprocess_data import CHECKPOINT
 from safetensors import safe_open
 
@@ -138,9 +139,7 @@ def test_a_target_that_names_no_gpu_is_refused(target: str, h200: pytest.MonkeyP
 def test_a_compiler_whose_engines_would_crash_is_refused_at_once(
     backend: str, cxx: str | None, says: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "compiler"
-    script.write_text('#!/bin/sh\nfor last; do :; done\necho static > "$last"\n')
-    script.chmod(0o755)
+    fake_compiler(tmp_path, "static")
     if cxx is None:
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setattr(shutil, "which", lambda name: None)

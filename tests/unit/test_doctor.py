@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_compiler import fake_compiler
 from manifest_edit import edit_manifest
 from packaging.requirements import Requirement
 
@@ -69,17 +70,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     monkeypatch.setattr(doctor_report, "driver_version", lambda: None)
     # Other processes change what the disk of the tests has.
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=50 * GIB))
-    monkeypatch.setenv("CXX", str(compiler(tmp_path, "libstdc++.so.6")))
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "libstdc++.so.6")))
     monkeypatch.setattr(doctor_report, "VERSIONS", versions, raising=False)
     return monkeypatch
-
-
-def compiler(folder: Path, library: str) -> Path:
-    """A compiler whose libraries hold the text `library`."""
-    script = folder / "compiler"
-    script.write_text(f'#!/bin/sh\nfor last; do :; done\necho "{library}" > "$last"\n')
-    script.chmod(0o755)
-    return script
 
 
 def set_version(name: str, version: str | None) -> None:
@@ -215,7 +208,7 @@ def test_a_compiler_is_fit_when_it_links_the_standard_library_dynamically(
         machine.delenv("CXX")
         machine.setattr("shutil.which", lambda name: None)
     else:
-        compiler(tmp_path, library)
+        fake_compiler(tmp_path, library)
     found = check_named(examine(), "C++ compiler")
     assert found.state == state and (found.fix is None) == (state == "ok")
     assert library != "static" or "CXX=/usr/bin/g++" in str(found.fix)
