@@ -347,7 +347,7 @@ def _support_rows() -> list[str]:
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
             f"{len(exported)} exported and verified, {max(exported.values()):.1e}" if exported else "–",
-            _on_h100(stage, "onnx"),
+            _onnx_on_h100(stage),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -357,20 +357,20 @@ def _stage_of(graph: str) -> str:
     return graph.partition(".")[0]
 
 
-def _on_h100(stage: str, backend: str) -> str:
-    """What ran of a stage on an H100 with `backend`: graphs of the released dims, and a tiny server."""
+def _onnx_on_h100(stage: str) -> str:
+    """What ran of a stage on an H100 with ONNX Runtime: graphs of the released dims, and a tiny server."""
     served = {
         each.partition("=")[0]
-        for row in _figures(_latest(f"{backend}-served-h100"))
+        for row in _figures(_latest("onnx-served-h100"))
         if row["name"] == "served" and "error" not in row
         for each in row["engines"].split(",")
     }
     run = sorted(
         {
             each["case"].split("-")[2].partition(".")[2]
-            for each in _figures(_latest(f"{backend}-engines-h100"))
+            for each in _figures(_latest("onnx-engines-h100"))
             if each["name"] == "error"
-            and each["backend"] == backend
+            and each["backend"] == "onnx"
             and _stage_of(each["case"].split("-")[2]) == stage
         }
     )
