@@ -155,7 +155,7 @@ def application(proxy: str) -> Iterator[Application]:
     serve.delete("tiny")
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(700)
 def test_the_http_contract_holds_unchanged(proxy: str) -> None:
     """The tests of the HTTP layer, in a process whose servers are the Serve application."""
     files = [f"tests/runtime/{name}" for name in _CONTRACT]
@@ -167,7 +167,7 @@ def test_the_http_contract_holds_unchanged(proxy: str) -> None:
         env={**os.environ, "PYTHONPATH": path, ray_front.RUNNING: f"{address} {proxy}"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=680,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed", done.stdout)
