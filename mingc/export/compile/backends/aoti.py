@@ -29,7 +29,9 @@ _OPTIONS: dict[str, Any] = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
 }
-_CPU_OPTIONS: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+# The code that launches kernels is half the time of its C++ compiler at the default level. On a CPU it is small beside
+# the kernels; on CUDA the engines of fixed sizes run once, when their launches are captured in a CUDA graph.
+_PLAIN_LAUNCHES: dict[str, Any] = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 # The host code of a CUDA engine computes nothing and needs no vector instructions. To find out which there are,
 # Inductor would compile probes and load each in a new Python that imports torch: 37 s of a worker's first compile.
 _CUDA_OPTIONS: dict[str, Any] = {"cpp.vec_isa_ok": False}
@@ -46,6 +48,8 @@ def compile_graph(
     Raises: CompileError, torch.OutOfMemoryError.
     """
     options = {**_OPTIONS, **(_cpu_options() if device == "cpu" else _CUDA_OPTIONS)}
+    if device == "cpu" or not program.range_constraints:
+        options |= _PLAIN_LAUNCHES
     kept = cache / f"{_key(program, options, device)}.pt2" if cache else None
     if kept is not None and _is_whole(kept) and take(kept, path):
         return 0.0
@@ -102,10 +106,10 @@ def _is_whole(package: Path) -> bool:
 def _cpu_options() -> dict[str, Any]:
     architecture = _CPU_ARCHITECTURES.get(torch.backends.cpu.get_cpu_capability())
     if architecture is None or not hasattr(torch._inductor.config.cpp, "march"):
-        return _CPU_OPTIONS
+        return {}
     # torch has found the instructions and uses them itself; Inductor would find them again by compiling its vector
     # classes once for each of their extensions.
-    return {**_CPU_OPTIONS, "cpp.march": architecture, "cpp.vec_isa_ok": True}
+    return {"cpp.march": architecture, "cpp.vec_isa_ok": True}
 
 
 def _key(program: torch.export.ExportedProgram, options: dict[str, Any], device: str) -> str:
