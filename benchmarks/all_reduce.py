@@ -106,8 +106,8 @@ def main() -> None:
         figures += run_ranks(words, world_size, timeout_s=300)
     show(figures)
     if arguments.json:
-        value = harness.result("all_reduce", harness.peak_rates(), figures)
-        value["hardware"]["count"] = torch.cuda.device_count()
+        gpus = torch.cuda.device_count()
+        value = harness.result("all_reduce", harness.peak_rates(), figures, gpus=gpus)
         harness.write(arguments.json, value)
 
 

@@ -404,6 +404,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     import harness  # and torch, which the processes of the clients do not need
+    import torch
 
     given, began = harness.parse_args(make_parser()), time.perf_counter()
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
@@ -415,7 +416,8 @@ def main() -> None:
 
         def keep(rows: list[Row]) -> None:
             if given.json:
-                harness.write(given.json, harness.result("conversations", None, rows, **about))
+                gpus = torch.cuda.device_count()
+                harness.write(given.json, harness.result("conversations", None, rows, gpus=gpus, **about))
 
         keep([{"case": "start"}])
         with closing(Measurement(url, clients, given, keep, began + given.limit)) as measurement:

@@ -124,11 +124,17 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def result(
-    benchmark: str, rates: dict[str, float] | None, figures: list[dict[str, Any]], **more: Any
+    benchmark: str,
+    rates: dict[str, float] | None,
+    figures: list[dict[str, Any]],
+    *,
+    gpus: int = 1,
+    **more: Any,
 ) -> dict[str, Any]:
     """The result document: provenance, hardware, clocks and peak rates of this run, figures.
 
     `rates` are those of `peak_rates`; they are measured now when empty. None: the device is a server's.
+    `gpus`: how many were used.
     """
     import triton
 
@@ -145,7 +151,7 @@ def result(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": {
             "gpu": properties.name,
-            "count": 1,
+            "count": gpus,
             "driver": _query_gpu("driver_version"),
             "cpu": platform.processor() or platform.machine(),
         },
@@ -166,18 +172,6 @@ def result(
         "figures": figures,
         **more,
     }
-
-
-def device_state() -> dict[str, str]:
-    """Clocks, power and temperature of the first GPU at this moment, with their units; empty where there is none."""
-    fields = {
-        "sm": "clocks.sm",
-        "memory": "clocks.mem",
-        "power": "power.draw",
-        "temperature": "temperature.gpu",
-    }
-    found = {name: _query_gpu(field) for name, field in fields.items()}
-    return {name: value for name, value in found.items() if value}
 
 
 def write(path: Path, value: dict[str, Any]) -> None:

@@ -623,9 +623,13 @@ def main() -> None:
         def save() -> None:
             if given.json:
                 document = harness.result(
-                    "images", rates, bench.figures, compile_s=compiled, kernels=bench.breakdown
+                    "images",
+                    rates,
+                    bench.figures,
+                    gpus=given.gpus,
+                    compile_s=compiled,
+                    kernels=bench.breakdown,
                 )
-                document["hardware"]["count"] = given.gpus
                 harness.write(given.json, document)
 
         measure(given, bench, save)

@@ -167,8 +167,8 @@ def main() -> None:
         print(" ".join(f"{key}={value}" for key, value in each.items()))
     if given.json:
         fingerprint = open_artifact(given.artifact).manifest.fingerprint
-        value = harness.result("mixed_isolation", {}, figures, dtype=fingerprint.dtype)
-        value["hardware"]["count"] = fingerprint.world_size
+        about = {"gpus": fingerprint.world_size, "dtype": fingerprint.dtype}
+        value = harness.result("mixed_isolation", {}, figures, **about)
         harness.write(given.json, value)
 
 

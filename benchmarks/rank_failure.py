@@ -241,8 +241,8 @@ def main() -> None:
     for problem in problems:
         print(f"NOT AS IT SHOULD BE: {problem}")
     if arguments.json:
-        value = harness.result("rank_failure", {}, figures, problems=problems)
-        value["hardware"]["count"] = figures[0]["ranks"]
+        gpus = figures[0]["ranks"]
+        value = harness.result("rank_failure", {}, figures, gpus=gpus, problems=problems)
         harness.write(arguments.json, value)
     if problems:
         raise SystemExit(3)

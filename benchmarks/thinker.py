@@ -233,11 +233,11 @@ def main() -> None:
             "thinker",
             harness.peak_rates(),
             figures,
+            gpus=1 if arguments.alone else max(arguments.ranks),
             layers=arguments.layers,
             distinct_expert_layers=arguments.distinct,
             quantize=arguments.quantize,
         )
-        value["hardware"]["count"] = 1 if arguments.alone else max(arguments.ranks)
         harness.write(arguments.json, value)
 
 
