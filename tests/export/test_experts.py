@@ -245,7 +245,9 @@ def test_untested_experts_are_counted(checkpoint: Checkpoint, config: ThinkerCon
     assert torch.cat([each["delta"] for each in tokens.calls()]).equal(tokens.inputs["delta"])
 
 
-@pytest.mark.parametrize(("count", "num_experts", "top_k"), [(96, 16, 4), (400, 16, 2), (20, 8, 8), (3, 16, 2)])
+@pytest.mark.parametrize(
+    ("count", "num_experts", "top_k"), [(96, 16, 4), (400, 16, 2), (20, 8, 8), (3, 16, 2)]
+)
 def test_each_token_of_a_cover_reaches_most_experts_that_lack_tokens(
     count: int, num_experts: int, top_k: int
 ) -> None:

@@ -66,7 +66,7 @@ def stage_needs(
         references = whole + (held * shard.world_size if quantization else 0)
         on_host = 2 * references
         if graph.routing is not None and is_cuda:
-            # Its references are on the device, too, and experts are stacked there, before the rest is there.
+            # Its references are on the device, too. Experts are stacked there, before the rest is loaded.
             checks += references + _routing_bytes(stage, config, shard)
             on_host = 2 * (references - whole)
         found["check", name] = Need(

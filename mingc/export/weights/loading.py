@@ -153,7 +153,9 @@ def _stored_dtypes(
     return dtypes
 
 
-def _compute(checkpoint: Checkpoint, source: WeightSource, device: torch.device | str = "cpu") -> torch.Tensor:
+def _compute(
+    checkpoint: Checkpoint, source: WeightSource, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     part = checkpoint.part(source.part)
     try:
         return source.compute(*[part.read(name).to(device) for name in source.tensors]).to(device)

@@ -6,7 +6,6 @@ engine serves all ranks.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mingc.errors import ConfigError
