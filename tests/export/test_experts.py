@@ -20,14 +20,14 @@ from mingc.artifacts.spec import GraphSpec, Quantization
 from mingc.errors import ParityError
 from mingc.export.checkpoint import Checkpoint, open_checkpoint
 from mingc.export.checks.eager_reference import run_eager
-from mingc.export.checks.experts import find_expert_tokens
+from mingc.export.checks.experts import _cover, find_expert_tokens
 from mingc.export.checks.routing import select_experts
 from mingc.export.recipe import ExportRecipe, stage_options
 from mingc.export.stage import Shard
 from mingc.export.stages.thinker import STAGE, ThinkerConfig
 from mingc.export.tasks.check_graph import check_graph
 from mingc.export.tasks.graph_task import GraphTask
-from mingc.export.weights.loading import load_module, write_weights
+from mingc.export.weights.loading import float32_module, load_module, write_weights
 from mingc.numerics.gather_shards import gather_shards
 
 ALLOWED = 3e-2  # of a bfloat16 engine
@@ -243,3 +243,36 @@ def test_untested_experts_are_counted(checkpoint: Checkpoint, config: ThinkerCon
     assert not {2, 7} & {*tokens.ids.flatten().tolist()}
     assert len(tokens.ids) % 3 == 0 and len(tokens.calls()) == len(tokens.ids) // 3
     assert torch.cat([each["delta"] for each in tokens.calls()]).equal(tokens.inputs["delta"])
+
+
+@pytest.mark.parametrize(
+    ("count", "num_experts", "top_k"), [(96, 16, 4), (400, 16, 2), (20, 8, 8), (3, 16, 2)]
+)
+def test_each_token_of_a_cover_reaches_most_experts_that_lack_tokens(
+    count: int, num_experts: int, top_k: int
+) -> None:
+    ids = torch.rand(count, num_experts, generator=torch.Generator().manual_seed(count)).topk(top_k).indices
+    experts = [{*row} for row in ids.tolist()]
+    experts[1] = set()  # a token that rounding reroutes
+    is_routed = torch.tensor([[each in row for each in range(num_experts)] for row in experts])
+    lacking = {each: min(16, sum(each in row for row in experts)) for each in range(num_experts)}
+    left = dict(enumerate(experts))
+    for token in _cover(is_routed):
+        useful = {number: sum(lacking[each] > 0 for each in row) for number, row in left.items()}
+        assert useful[token] == max(useful.values()) > 0
+        for each in left.pop(token):
+            lacking[each] = max(0, lacking[each] - 1)
+    assert not any(lacking.values())
+
+
+def test_the_reference_is_built_on_its_device(checkpoint: Checkpoint, config: ThinkerConfig) -> None:
+    """On the device "meta" no operation can read values, or mix them with those of the CPU."""
+    submodule = f"layers.{config.decoder.num_dense_layers}.feed_forward"
+    on_cpu, on_meta = (
+        float32_module(STAGE, config, checkpoint, submodule=submodule, device=device).state_dict()
+        for device in ("cpu", "meta")
+    )
+    assert {value.device.type for value in on_meta.values()} == {"meta"}
+    assert {name: (value.shape, value.dtype) for name, value in on_meta.items()} == {
+        name: (value.shape, value.dtype) for name, value in on_cpu.items()
+    }

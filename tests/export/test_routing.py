@@ -223,3 +223,13 @@ def test_routing_is_found_without_running_the_experts(layer: Mixture) -> None:
         for found, value in zip(select_experts(PLAN, layer, {"x": x}), expected, strict=True):
             assert torch.equal(found, value)
         assert layer.router is router
+
+
+def test_routing_on_other_devices_runs_the_experts_for_one_token_only(layer: Mixture) -> None:
+    """Kernels of the experts would be compiled for each number of perturbed tokens. A kernel for one has the router."""
+    layer.to("meta")
+    del layer.experts
+    ids, weights = select_experts(PLAN, layer, {"x": torch.empty(2, HIDDEN, device="meta")})
+    assert ids.shape == weights.shape == (2, 2)
+    with pytest.raises(AttributeError, match="experts"):
+        select_experts(PLAN, layer, {"x": torch.empty(1, HIDDEN, device="meta")})

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ class ExpertTokens:
     """Tokens that cover the experts of a graph.
 
     Attributes:
-        inputs: the graph's inputs for all tokens; axis 0 of every tensor counts tokens.
-        ids, weights: (N, K) the experts of each token, as the eager router selects them.
+        inputs: the graph's inputs for all tokens, on the device of the module; axis 0 of every tensor counts tokens.
+        ids, weights: (N, K) the experts of each token, as the eager router selects them, on the CPU.
         tokens_per_call: a divisor of N.
         num_untested: experts that none of the tokens is routed to.
     """
@@ -57,7 +58,7 @@ class ExpertTokens:
         rows = torch.arange(-(-count // tokens_per_call) * tokens_per_call) % count
         return replace(
             self,
-            inputs={name: value[rows] for name, value in self.inputs.items()},
+            inputs={name: value[rows.to(value.device)] for name, value in self.inputs.items()},
             ids=self.ids[rows],
             weights=self.weights[rows],
             tokens_per_call=tokens_per_call,
@@ -101,7 +102,7 @@ def find_expert_tokens(plan: GraphDef, module: nn.Module) -> ExpertTokens:
             break
     rows = torch.tensor(cover or [0])
     return ExpertTokens(
-        inputs={name: value[rows.to(device)].cpu() for name, value in candidates.items()},
+        inputs={name: value[rows.to(device)] for name, value in candidates.items()},
         ids=ids[rows],
         weights=weights[rows],
         tokens_per_call=1,
@@ -170,9 +171,10 @@ def _check_factors(
     for spec in eager.plan.spec.outputs:
         if spec.ranks != "sum":
             continue
-        difference = values[spec.name].cpu().double() - expected[spec.name].cpu().double()
+        place = _device(eager.modules[0])
+        difference = values[spec.name].to(place).double() - expected[spec.name].to(place).double()
         for rank, module in enumerate(eager.modules):
-            surplus, error = _fit(difference, spec.name, tokens, eager, module)
+            surplus, error = (each.cpu() for each in _fit(difference, spec.name, tokens, eager, module))
             excess = (surplus.abs() - _STANDARD_ERRORS * error).nan_to_num(nan=torch.inf)
             worst = int(excess.argmax())
             if excess[worst] > limit:
@@ -190,23 +192,27 @@ def _fit(
 ) -> tuple[Tensor, Tensor]:
     """Least-squares fit of the `difference` (N, D) of outputs from expected ones by each expert's contribution.
 
+    Everything stays on the device of `difference`.
+
     Returns: the surplus of each expert's factor over 1 (E,) and its standard error (E,); both 0 for experts that no
     token is routed to.
     """
-    ids, weights = tokens.ids, tokens.weights
+    place = difference.device
+    ids, weights = tokens.ids.to(place), tokens.weights.to(place)
 
     def run(weights: Tensor) -> Tensor:
         with fixed_routing([module], (ids, weights)):
-            return run_eager(eager.plan, module, eager.inputs)[output].cpu().double()
+            return run_eager(eager.plan, module, eager.inputs)[output].double()
 
     shared = run(torch.zeros_like(weights))  # the shared expert's contribution
-    projection, norm, noise, count = torch.zeros(4, int(ids.max()) + 1, dtype=torch.float64)
-    for place, expert in enumerate(ids.T):
-        contribution = run(weights * (torch.arange(ids.shape[1]) == place)) - shared
+    projection, norm, noise, count = torch.zeros(4, int(ids.max()) + 1, dtype=torch.float64, device=place)
+    columns = torch.arange(ids.shape[1], device=place)
+    for column, expert in enumerate(ids.T):
+        contribution = run(weights * (columns == column)) - shared
         projection.index_add_(0, expert, (difference * contribution).sum(-1))
         norm.index_add_(0, expert, contribution.square().sum(-1))
         noise.index_add_(0, expert, difference.square().mean(-1))
-        count.index_add_(0, expert, torch.ones(len(expert), dtype=torch.float64))
+        count.index_add_(0, expert, torch.ones_like(expert, dtype=torch.float64))
     is_routed = norm > 0
     surplus = torch.where(is_routed, projection / norm, 0.0)
     return surplus, torch.where(is_routed, (noise / count / norm).sqrt(), 0.0)
@@ -224,14 +230,21 @@ def _candidates(plan: GraphDef, module: nn.Module) -> dict[str, Tensor]:
 
 
 def _cover(is_routed: Tensor) -> list[int]:
-    """Greedy cover: rows of `is_routed` (N, E) that contain each column `_TOKENS` times, or as often as it occurs."""
+    """Greedy cover: rows of `is_routed` (N, E) that contain each column `_TOKENS` times, or as often as it occurs.
+
+    In numpy, which starts no threads: beside other processes every parallel operation waits milliseconds for a core.
+    """
     cover: list[int] = []
-    left, missing = is_routed.float(), is_routed.float().sum(0).clamp_max(_TOKENS)
+    columns = np.ascontiguousarray(is_routed.numpy().T).astype(np.int64)
+    missing = columns.sum(1).clip(max=_TOKENS)
+    gains = columns.sum(0)  # of each row: the columns it contains that are missing
     while missing.any():
-        best = int((left @ (missing > 0).float()).argmax())
+        best = int(gains.argmax())
         cover.append(best)
-        missing = (missing - left[best]).clamp_min(0)
-        left[best] = 0
+        gains[best] = -columns.shape[0]  # below any other row's
+        filled = (missing == 1) & (columns[:, best] == 1)
+        missing = (missing - columns[:, best]).clip(min=0)
+        gains -= columns[filled].sum(0)
     return cover
 
 

@@ -64,13 +64,14 @@ class _LastRouter(nn.Module):
 def select_experts(plan: GraphDef, module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Expert ids (T, K) int64 and weights (T, K) float32 that the router of the eager `module` selects.
 
-    On a CPU the experts do not run: at the released sizes, thousands of perturbed tokens would take minutes and more
-    memory than the layer's weights. On CUDA the whole graph runs, because a kernel may contain the router.
+    The experts do not run: at the released sizes, thousands of perturbed tokens would take minutes and more memory than
+    the layer's weights, and Triton would compile the experts' kernels for each number of tokens. Only for one token on
+    CUDA the whole graph runs, because a kernel for it contains the router.
     """
     assert plan.routing is not None, "the graph has no router"
     inputs = [tensors[each.name] for each in plan.spec.inputs]
     router = module.get_submodule("router")
-    is_last = all(each.device.type == "cpu" for each in inputs)
+    is_last = inputs[0].device.type == "cpu" or len(inputs[0]) > 1
     try:
         if is_last:
             module.add_module("router", _LastRouter(router))

@@ -207,7 +207,7 @@ def _join_gate_up(rank: int, size: int, gate: Tensor, up: Tensor) -> Tensor:
 def _stack_gate_up(rank: int, size: int, *tensors: Tensor) -> Tensor:
     """(E, 2 * size, D) from the gate and up projections of expert 0, of expert 1, …"""
     first = tensors[0]
-    stacked = torch.empty(len(tensors) // 2, 2, size, first.shape[1], dtype=first.dtype)
+    stacked = first.new_empty(len(tensors) // 2, 2, size, first.shape[1])
     for index, tensor in enumerate(tensors):
         stacked[index // 2, index % 2] = shard_tensor(tensor, 0, rank, size)
     return stacked.flatten(1, 2)
@@ -216,7 +216,7 @@ def _stack_gate_up(rank: int, size: int, *tensors: Tensor) -> Tensor:
 def _stack_down(rank: int, size: int, *tensors: Tensor) -> Tensor:
     """(E, D, size) from the down projections of the experts in order."""
     first = tensors[0]
-    stacked = torch.empty(len(tensors), first.shape[0], size, dtype=first.dtype)
+    stacked = first.new_empty(len(tensors), first.shape[0], size)
     for index, tensor in enumerate(tensors):
         stacked[index] = shard_tensor(tensor, 1, rank, size)
     return stacked

@@ -101,14 +101,14 @@ class _GraphCheck:
         shards = shards_of(task.weights)
         self._exact_plan = _float32_plan(stage, config, Shard(), options, plan)
         submodule = plan.spec.layer_instances[0]
-        whole = float32_module(stage, config, open_source(task.recipe), submodule=submodule)
+        # The float32 references of other graphs stay on the CPU; it would take minutes for 256 experts.
+        place = "cpu" if plan.routing is None else options.device
+        whole = float32_module(stage, config, open_source(task.recipe), submodule=submodule, device=place)
+        torch.cuda.empty_cache()  # the experts one by one, before they were stacked
         self._stored_plan, stored = self._exact_plan, [whole]
         if self._quantization is not None:
-            stored = [in_float32(load_shard(task, stage, config, shard, plan)) for shard in shards]
+            stored = [in_float32(load_shard(task, stage, config, shard, plan).to(place)) for shard in shards]
             self._stored_plan = _float32_plan(stage, config, shards[0], options, plan)
-        if plan.routing is not None:
-            # The float32 references of other graphs stay on the CPU; it would take minutes for 256 experts.
-            whole, stored = whole.to(options.device), [each.to(options.device) for each in stored]
         self._whole, self._stored = whole, stored
         # Only low-precision engines are compared with the eager module's error.
         others = [] if self._is_float32 else shards[1:]

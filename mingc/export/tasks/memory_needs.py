@@ -64,10 +64,13 @@ def stage_needs(
         others = 0 if dtype == torch.float32 else shard.world_size - 1
         checks = (2 + others) * held + tensors
         references = whole + (held * shard.world_size if quantization else 0)
-        if graph.routing is not None and is_cuda:  # its references are on the device, too
+        on_host = 2 * references
+        if graph.routing is not None and is_cuda:
+            # Its references are on the device, too. Experts are stacked there, before the rest is loaded.
             checks += references + _routing_bytes(stage, config, shard)
+            on_host = 2 * (references - whole)
         found["check", name] = Need(
-            device=checks if is_cuda else 0, host=2 * references + tensors + (0 if is_cuda else checks)
+            device=checks if is_cuda else 0, host=on_host + tensors + (0 if is_cuda else checks)
         )
     quantized = [
         _count(source) for source in sources if source.quantizable is not None and len(source.tensors) == 1
@@ -92,13 +95,14 @@ def _compile_bytes(weights: Mapping[str, torch.Tensor], held: int, tensors: int)
 
 
 def _routing_bytes(stage: Stage, config: Any, shard: Shard) -> int:
-    """Device memory of the search for tokens that rounding does not reroute: all perturbed tokens run at once."""
+    """Device memory of the search for tokens that rounding does not reroute: all perturbed tokens are routed at once.
+
+    At most six float32 copies of an input are there at the same time.
+    """
     dims = stage.experts(config, shard)
     if dims is None:
         return 0
-    tokens = _PERTURBED * max(1, dims.num_experts // dims.top_k)
-    pairs = dims.top_k * (dims.hidden_size + dims.intermediate_size) * 2
-    return tokens * (pairs + 6 * 4 * dims.hidden_size)
+    return _PERTURBED * max(1, dims.num_experts // dims.top_k) * 6 * 4 * dims.hidden_size
 
 
 def _tensor_bytes(recipe: ExportRecipe, graph: GraphDef) -> int:

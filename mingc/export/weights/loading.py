@@ -153,10 +153,12 @@ def _stored_dtypes(
     return dtypes
 
 
-def _compute(checkpoint: Checkpoint, source: WeightSource) -> torch.Tensor:
+def _compute(
+    checkpoint: Checkpoint, source: WeightSource, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     part = checkpoint.part(source.part)
     try:
-        return source.compute(*[part.read(name) for name in source.tensors])
+        return source.compute(*[part.read(name).to(device) for name in source.tensors]).to(device)
     finally:
         part.close()  # or the pages of every shard read so far would stay resident
 
@@ -180,8 +182,15 @@ def load_module(
         return _fill(module, submodule, {name: file.get_tensor(name) for name in names})
 
 
-def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, submodule: str = "") -> nn.Module:
-    """The reference: the unsharded module with the checkpoint's weights, computing in float32.
+def float32_module(
+    stage: Stage,
+    config: object,
+    checkpoint: Checkpoint,
+    *,
+    submodule: str = "",
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """The reference: the unsharded module with the checkpoint's weights, on `device`, computing in float32.
 
     Weights are float32 except routed experts, which keep the checkpoint's dtype and are converted, exactly, one at a
     time when they run: the experts of one released layer take 13 GB in float32. With `submodule`, only the submodule
@@ -192,7 +201,7 @@ def float32_module(stage: Stage, config: object, checkpoint: Checkpoint, *, subm
     tensors = {}
     for source in stage.weights(config, Shard()):
         if _is_within(source.name, submodule):
-            value = _compute(checkpoint, source)
+            value = _compute(checkpoint, source, device)
             is_kept = _is_routed(source, value) or not value.is_floating_point()
             tensors[source.name] = value if is_kept else value.float()
     return _fill(module, submodule, tensors)

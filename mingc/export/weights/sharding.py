@@ -6,7 +6,6 @@ engine serves all ranks.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mingc.errors import ConfigError
@@ -27,7 +26,7 @@ def shard_tensor(tensor: Tensor, axis: int, rank: int, size: int) -> Tensor:
         return shard
     shape = list(tensor.shape)
     shape[axis] = size
-    padded = torch.zeros(shape, dtype=tensor.dtype)
+    padded = tensor.new_zeros(shape)
     padded.narrow(axis, 0, shard.shape[axis]).copy_(shard)
     return padded
 
