@@ -36,6 +36,9 @@ class WorkerPool(ProcessPoolExecutor):
 
     def __init__(self, jobs: int, gpus: Sequence[str], scratch: Path) -> None:
         self._scratch = scratch
+        # Processes with threads on every core wait for each other. CPU engines keep the number of their compiler's
+        # threads, so it is torch's unless the engines are for GPUs.
+        self._num_threads = max(1, len(os.sched_getaffinity(0)) // jobs) if gpus else None
         places = [gpus[place % len(gpus)] for place in range(jobs)] if gpus else []
         self._free = deque(places)  # GPUs for tasks that run alone
         self._waiting = ThreadPoolExecutor(jobs)
@@ -47,7 +50,7 @@ class WorkerPool(ProcessPoolExecutor):
         places = spawn.SimpleQueue()
         for gpu in gpus:
             places.put(gpu)
-        arguments = (str(self._scratch), places if gpus else None)
+        arguments = (str(self._scratch), places if gpus else None, self._num_threads)
         return {"mp_context": spawn, "initializer": start_worker, "initargs": arguments}
 
     def submit_alone(self, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
@@ -176,15 +179,19 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
-def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None) -> None:
+def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None, num_threads: int | None = None) -> None:
     """Prepare a worker process: one compile thread (workers are the parallelism), torch's own warnings silenced.
 
     All temporary files of compilers go to the folder `scratch`. Workers of one export share its Inductor cache, so that
     the C++ compiler is probed only once (9 s). The process sees only the next one of `gpus`, if any.
+
+    `num_threads`: of torch's operations on the CPU; None: torch's default.
     """
     watch_pool_owner()
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()  # CUDA reads it when it is first used
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(scratch, "inductor")
     os.environ["TMPDIR"] = tempfile.tempdir = scratch

@@ -62,6 +62,17 @@ def test_each_process_sees_one_of_the_gpus_in_turns(monkeypatch: pytest.MonkeyPa
     assert sorted(seen.values()) == ["5", "5", "GPU-7e"]
 
 
+def test_processes_for_gpus_share_the_cores() -> None:
+    cores, theirs = len(os.sched_getaffinity(0)), 8 * len(os.sched_getaffinity(0))
+    for jobs, gpus, threads in (
+        (1, ("0",), cores),
+        (theirs, ("0",), 1),
+        (theirs, (), torch.get_num_threads()),
+    ):
+        with worker_pool(jobs, gpus) as pool:
+            assert pool.submit_alone("g", torch.get_num_threads).result() == threads
+
+
 def test_each_task_that_runs_alone_sees_the_next_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     with worker_pool(3, ("5", "GPU-7e")) as pool:
