@@ -40,6 +40,7 @@ from websockets.sync.client import connect as websocket
 from mingc.deploy.ray import app
 from mingc.deploy.replica import ReplicaState
 
+pytestmark = pytest.mark.timeout(700)  # replicas start slowly on a busy machine with two cores
 _WAIT_S = 300.0
 _STATES_AT_ONCE = 16
 _CONTRACT = ("test_server.py", "test_openai_client.py")
@@ -155,7 +156,6 @@ def application(proxy: str) -> Iterator[Application]:
     serve.delete("tiny")
 
 
-@pytest.mark.timeout(700)
 def test_the_http_contract_holds_unchanged(proxy: str) -> None:
     """The tests of the HTTP layer, in a process whose servers are the Serve application."""
     files = [f"tests/runtime/{name}" for name in _CONTRACT]
