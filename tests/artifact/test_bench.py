@@ -10,7 +10,7 @@ from mingc.bench.paths import PATHS
 from mingc.bench.records import read
 
 _LOADS = ("--concurrency", 1, "--rounds", 1, "--repeats", 1)
-_SIZES = ("--tokens", 6, "--words", 12, "--picture", 64, "--clip", "500ms")
+_SIZES = ("--tokens", 6, "--words", 4, "--picture", 64, "--clip", "500ms")
 
 
 def test_every_path_of_a_served_artifact_is_measured(eager_artifact: Path, tmp_path: Path) -> None:
