@@ -19,7 +19,7 @@ from mingc.artifacts.stage_graph import StageGraph
 from mingc.artifacts.target import KernelConfig
 from mingc.errors import ArtifactError, ManifestError
 
-SCHEMA = 10
+SCHEMA = 11
 FILE_NAME = "manifest.json"
 NO_SERVED_GOLDENS = "no served goldens: "  # begins the note that says why an export recorded no requests
 _MAX_SIZE = 1 << 40  # of one dim of a tensor; larger ones overflow where sizes are multiplied
@@ -208,7 +208,7 @@ class TunedKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRecord:
-    """One stage: graphs by name, and one weights file per rank (a single one when the stage is not sharded).
+    """One stage: graphs by name, and the weights files of each rank (of one rank when the stage is not sharded).
 
     `quantization_error` is set when the weights of a decoder are quantized. `repeated` maps a layer instance
     without stored weights to the instance whose weights are stored: an export of random weights stores one instance of
@@ -217,11 +217,16 @@ class StageRecord:
     """
 
     is_sharded: bool
-    weights: tuple[str, ...]
+    weights: tuple[tuple[str, ...], ...]
     graphs: dict[str, GraphRecord]
     quantization_error: QuantizationError | None = None
     repeated: dict[str, str] = field(default_factory=dict)
     kernel_configs: tuple[TunedKernel, ...] = ()
+
+    @property
+    def weights_files(self) -> tuple[str, ...]:
+        """The weights files of all ranks."""
+        return tuple(file for files in self.weights for file in files)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +280,7 @@ class Manifest:
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
         for stage in self.stages.values():
-            yield from stage.weights
+            yield from stage.weights_files
             for graph in stage.graphs.values():
                 yield graph.golden
                 yield from (engine.file for engine in graph.engines)
@@ -457,7 +462,7 @@ def _record_problems(manifest: Manifest) -> Iterator[str]:
             yield f"stage {stage} has no graph"
         expected = ranks if record.is_sharded else 1
         if len(record.weights) != expected:
-            yield f"stage {stage} has {len(record.weights)} weights files, expected {expected}"
+            yield f"stage {stage} has weights of {len(record.weights)} ranks, expected {expected}"
         for name, graph in record.graphs.items():
             where = f"graph {stage}.{name}"
             if graph.spec.name != name:

@@ -139,7 +139,7 @@ def _stage(artifact: Artifact, name: str, record: StageRecord) -> StageSummary:
         backends=tuple(sorted({engine.backend for engine in engines.values()})),
         engines=len(engines),
         engine_bytes=sum(files[file].size_bytes for file in engines),
-        weight_bytes=sum(files[file].size_bytes for file in set(record.weights)),
+        weight_bytes=sum(files[file].size_bytes for file in set(record.weights_files)),
         worst_relative_error=max((graph.parity.compiled for graph in record.graphs.values()), default=0.0),
     )
 

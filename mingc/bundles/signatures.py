@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -196,13 +195,10 @@ def _hash(region: FileRegion) -> str | None:
     """sha256 of a file; None when it is missing, is not a file, or has another size."""
     if region.is_whole and not (region.path.is_file() and region.path.stat().st_size == region.size_bytes):
         return None
-    digest = hashlib.sha256()
     try:
-        for chunk in region.chunks():
-            digest.update(chunk)
+        return region.sha256()
     except PermissionError:
         raise _unreadable(region.path) from None
-    return digest.hexdigest()
 
 
 def _unreadable(path: Path) -> ArtifactError:

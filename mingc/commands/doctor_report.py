@@ -257,7 +257,9 @@ def _verdicts(path: Path, checks: Sequence[Check]) -> Iterator[Verdict]:
         record = manifest.stages[node.name]
         engines = {each.file: each.backend for graph in record.graphs.values() for each in graph.engines}
         backends = sorted({*engines.values()})
-        weights = max((manifest.files[file].size_bytes for file in record.weights), default=0)
+        weights = max(
+            (sum(manifest.files[file].size_bytes for file in files) for files in record.weights), default=0
+        )
         needed += weights
         unpacked += sum(manifest.files[file].size_bytes for file in engines)
         own = [

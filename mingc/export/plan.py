@@ -23,7 +23,7 @@ from mingc.export.stage import ExpertDims, GraphDef, Stage
 from mingc.export.stages import build_graph, discover, find
 from mingc.export.tasks.early_refusals import early_refusals
 from mingc.export.tasks.memory_needs import Needs, stage_needs
-from mingc.export.tasks.weights_file import WeightsFile, weights_files
+from mingc.export.tasks.rank_weights import RankWeights, rank_weights
 from mingc.kernels.triton.moe_config import MoeProblem
 
 
@@ -59,7 +59,7 @@ class ExportPlan:
         stages: in data-flow order.
         configs: the config of each stage, by name.
         graphs: of all stages.
-        files: the weights files of each stage, one per rank.
+        weights: of each stage, one per rank.
         repeated: as in `StageRecord`: of random weights one layer of each kind is stored, and loading draws the rest.
         voices: of the checkpoint, to be registered.
         to_tune: problems of the expert kernels that are timed first, by stage.
@@ -73,7 +73,7 @@ class ExportPlan:
     configs: Mapping[str, Any]
     stage_graph: StageGraph
     graphs: tuple[PlannedGraph, ...]
-    files: Mapping[str, tuple[WeightsFile, ...]]
+    weights: Mapping[str, tuple[RankWeights, ...]]
     repeated: Mapping[str, dict[str, str]]
     voices: tuple[VoiceSource, ...]
     to_tune: Mapping[str, tuple[ExpertDims, tuple[MoeProblem, ...]]]
@@ -92,10 +92,10 @@ class ExportPlan:
 
     @property
     def num_steps(self) -> int:
-        """Number of progress steps: engines, checks, timings, weights files, voices, goldens and the manifest."""
+        """Number of progress steps: engines, checks, timings, weights, voices, goldens and the manifest."""
         timed = sum(self.recipe.is_measured(each.stage) and len(each.backends) > 1 for each in self.graphs)
-        files = sum(map(len, self.files.values()))
-        shared = files + len(self.voices) + len(self.to_tune) + 2
+        weights = sum(map(len, self.weights.values()))
+        shared = weights + len(self.voices) + len(self.to_tune) + 2
         return self.num_engines + len(self.graphs) + timed + shared
 
     def parameters(self) -> dict[str, dict[str, Any]]:
@@ -107,7 +107,7 @@ class ExportPlan:
         }
 
     def __str__(self) -> str:
-        files = [file.name for each in self.files.values() for file in each]
+        weights = [rank.name for each in self.weights.values() for rank in each]
         rows = [
             f"{each.name}: {len(each.sizes)} engine(s) of {' or '.join(each.backends)}"
             for each in self.graphs
@@ -117,7 +117,7 @@ class ExportPlan:
                 f"{self.recipe.output}, for {self.recipe.target}: {self.num_engines} engines, "
                 f"{self.recipe.jobs} at a time",
                 *rows,
-                f"weights: {', '.join(files)}",
+                f"weights: {', '.join(weights)}",
                 f"voices: {', '.join(voice.name for voice in self.voices) or 'none'}",
             )
         )
@@ -155,7 +155,7 @@ def plan_export(recipe: ExportRecipe) -> ExportPlan:
             for stage in stages
             for planned in _plan_graphs(recipe, stage, configs[stage.name], graphs[stage.name])
         ),
-        files={stage.name: weights_files(stage, recipe, repeated[stage.name]) for stage in stages},
+        weights={stage.name: rank_weights(stage, recipe, repeated[stage.name]) for stage in stages},
         repeated=repeated,
         voices=find_voices(checkpoint, notes) if stage_graph.speech_path() is not None else (),
         to_tune={

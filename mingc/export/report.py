@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +42,11 @@ def report_export(
     output: Path,
     manifest: Manifest,
     results: Sequence[GraphResult],
-    weights: Mapping[str, Sequence[str]],
     *,
     peak_rss_bytes: int,
     seconds: float,
 ) -> ExportReport:
-    """Sizes, times and errors of the artifact at `output`; `weights` are the files of each stage."""
+    """Sizes, times and errors of the artifact at `output`."""
     order = {name: index for index, name in enumerate(manifest.stages)}
     rows = [
         GraphReport(
@@ -61,7 +60,11 @@ def report_export(
         )
         for result in sorted(results, key=lambda each: (order[each.stage], each.record.spec.name))
     ]
-    sizes = [manifest.files[file].size_bytes for files in weights.values() for file in files]
+    sizes = [
+        sum(manifest.files[file].size_bytes for file in files)
+        for stage in manifest.stages.values()
+        for files in stage.weights
+    ]
     return ExportReport(
         output=str(output),
         model=manifest.model,

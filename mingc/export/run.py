@@ -45,9 +45,9 @@ from mingc.export.schedule import ReportStep, Schedule
 from mingc.export.stages import find
 from mingc.export.tasks.check_graph import GraphResult, Replay
 from mingc.export.tasks.quantization import stored_modules
+from mingc.export.tasks.rank_weights import write_rank
 from mingc.export.tasks.timing import Timer
-from mingc.export.tasks.weights_file import write_file
-from mingc.export.weights.loading import float32_module
+from mingc.export.weights.loading import float32_module, weights_files
 from mingc.host.machine import current_host
 
 _KEPT_BYTES = 8 << 30  # of weights, up to which the eager model keeps its float32 modules in memory
@@ -117,7 +117,7 @@ def run(
             schema=SCHEMA,
             model=recipe.model_name,
             fingerprint=fingerprint_of(recipe, target_host(recipe), checkpoint),
-            stages=_stage_records(plan, schedule, kernel_configs),
+            stages=_stage_records(plan, folder, schedule, kernel_configs),
             graph=plan.stage_graph,
             parameters=parameters,
             tokenizers=copied,
@@ -140,7 +140,6 @@ def run(
         recipe.output,
         manifest,
         schedule.results,
-        _weights_paths(plan),
         peak_rss_bytes=peak,
         seconds=time.perf_counter() - started,
     )
@@ -237,28 +236,34 @@ def _autotune(plan: ExportPlan, step: ReportStep) -> dict[str, tuple[TunedKernel
 
 
 def write_first_weights(plan: ExportPlan, folder: Path, step: ReportStep) -> None:
-    """Write the first rank's weights file of each stage, which its engines need; `Schedule` writes the others."""
+    """Write the first rank's weights of each stage, which its engines need; `Schedule` writes the others."""
     for name in ("weights", "engines", "goldens"):
         (folder / name).mkdir()
-    for first, *_ in plan.files.values():
+    for first, *_ in plan.weights.values():
         step("weights", first.name, None)
-        written = write_file(first, plan.recipe, plan.checkpoint, folder)
+        written = write_rank(first, plan.recipe, plan.checkpoint, folder)
         step("weights", first.name, written.seconds)
 
 
 def _weights_paths(plan: ExportPlan) -> dict[str, tuple[str, ...]]:
-    """Paths of all ranks' weights files by stage, relative to the artifact."""
-    return {stage: tuple(file.path for file in files) for stage, files in plan.files.items()}
+    """The folders of all ranks' weights by stage, relative to the artifact."""
+    return {stage: tuple(rank.path for rank in ranks) for stage, ranks in plan.weights.items()}
 
 
 def _stage_records(
-    plan: ExportPlan, schedule: Schedule, kernel_configs: Mapping[str, tuple[TunedKernel, ...]]
+    plan: ExportPlan,
+    folder: Path,
+    schedule: Schedule,
+    kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
 ) -> dict[str, StageRecord]:
     weights = _weights_paths(plan)
     return {
         stage.name: StageRecord(
             is_sharded=stage.is_sharded,
-            weights=weights[stage.name],
+            weights=tuple(
+                tuple(file.relative_to(folder).as_posix() for file in weights_files(folder / path))
+                for path in weights[stage.name]
+            ),
             graphs={
                 result.record.spec.name: result.record
                 for result in schedule.results
@@ -283,7 +288,7 @@ def _with_served_goldens(
         note = f"{NO_SERVED_GOLDENS}{problem or 'not asked for'}"
         manifest = replace(manifest, notes=(*manifest.notes, note))
     else:
-        sizes = [path.stat().st_size for path in (folder / "weights").iterdir()]
+        sizes = [path.stat().st_size for path in (folder / "weights").rglob("*.safetensors")]
         model = EagerModel(
             manifest.graph,
             plan.configs,

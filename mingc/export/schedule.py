@@ -1,4 +1,4 @@
-"""Schedule of an export's worker processes: engines, weights files and checks, with their dependencies."""
+"""Schedule of an export's worker processes: engines, weights and checks, with their dependencies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mingc.export.tasks.compile_engine import BuiltEngine, build_engine
 from mingc.export.tasks.graph_task import GraphTask, engine_label
 from mingc.export.tasks.memory_needs import PROCESS_DEVICE, PROCESS_HOST, Need
 from mingc.export.tasks.quantization import measure_quantization_error
+from mingc.export.tasks.rank_weights import WrittenWeights, write_in_worker
 from mingc.export.tasks.timing import Timer, choose_fastest, size_order, time_graph
-from mingc.export.tasks.weights_file import WrittenFile, write_in_worker
 from mingc.host.machine import equal_gpus, free_memory_bytes
 
 _T = TypeVar("_T")
@@ -93,9 +93,9 @@ class _Task:
 class Schedule:
     """Builds the graphs of an export in `jobs` processes.
 
-    Engines need only the first rank's weights file of their stage, which the caller has written. Files of other ranks
-    are written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
-    comparisons, which read every rank's file, start when all files of their stage are complete. If several backends are
+    Engines need only the first rank's weights of their stage, which the caller has written. Those of other ranks are
+    written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
+    comparisons, which read every rank's weights, start when all of their stage are complete. If several backends are
     tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of these graphs
     runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
     error.
@@ -121,7 +121,7 @@ class Schedule:
     ) -> None:
         self._recipe, self._folder, self._replay, self._step = plan.recipe, folder, replay, step
         self._timer = timer
-        self._paths = {stage: tuple(file.path for file in each) for stage, each in plan.files.items()}
+        self._paths = {stage: tuple(rank.path for rank in each) for stage, each in plan.weights.items()}
         self._alone = {stage for stage in self._paths if plan.recipe.runs_alone(stage)}
         tasks = {
             graph.name: GraphTask(
@@ -151,14 +151,14 @@ class Schedule:
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
         self._to_write = deque(
-            file for each in plan.files.values() for file in each[1:]
-        )  # a file stays until it is complete
+            rank for each in plan.weights.values() for rank in each[1:]
+        )  # a rank stays until its weights are complete
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
         self._to_time: list[GraphTask] = []
         self._to_compare = [
             stage
-            for stage in plan.files
+            for stage in plan.weights
             if plan.recipe.quantization(stage) is not None and not plan.recipe.synthetic
         ]
         self._is_writing = False
@@ -220,7 +220,7 @@ class Schedule:
         Each with its memory, and a function that takes it out of its queue.
         """
         if self._to_write and not self._is_writing:
-            yield self._need("weights", self._to_write[0].stage), self._begin_file
+            yield self._need("weights", self._to_write[0].stage), self._begin_writing
         compare = None if self._to_compile else next(filter(self._is_whole, self._to_compare), None)
         if compare is not None:
             yield self._need("compare", compare), partial(self._begin_compare, compare)
@@ -233,15 +233,15 @@ class Schedule:
     def _need(self, kind: str, name: str) -> Need:
         return self._needs.get((kind, name), Need())
 
-    def _begin_file(self) -> _Task:
+    def _begin_writing(self) -> _Task:
         self._is_writing = True
-        file = self._to_write[0]
-        self._step("weights", file.name, None)
+        rank = self._to_write[0]
+        self._step("weights", rank.name, None)
         return _Task(
-            name=file.name,
-            need=self._need("weights", file.stage),
-            submit=lambda pool: submit(pool, file.name, write_in_worker, file, self._recipe, self._folder),
-            take=self._take_file,
+            name=rank.name,
+            need=self._need("weights", rank.stage),
+            submit=lambda pool: submit(pool, rank.name, write_in_worker, rank, self._recipe, self._folder),
+            take=self._take_written,
         )
 
     def _begin_compare(self, stage: str) -> _Task:
@@ -297,16 +297,16 @@ class Schedule:
         return tuple(sorted(records, key=size_order))
 
     def _is_whole(self, stage: str) -> bool:
-        """Whether every rank's weights file of `stage` is written."""
-        return all(file.stage != stage for file in self._to_write)
+        """Whether every rank's weights of `stage` are written."""
+        return all(rank.stage != stage for rank in self._to_write)
 
-    def _take_file(self, future: Future[WrittenFile]) -> None:
-        file = self._to_write[0]
-        written = result_of(future, file.name)
+    def _take_written(self, future: Future[WrittenWeights]) -> None:
+        rank = self._to_write[0]
+        written = result_of(future, rank.name)
         self._to_write.popleft()
         self._is_writing = False
         self._hold(written.peak_rss_bytes)
-        self._step("weights", file.name, written.seconds)
+        self._step("weights", rank.name, written.seconds)
 
     def _take_engine(self, task: GraphTask, label: str, future: Future[BuiltEngine]) -> None:
         done = self._engines.setdefault(task.name, [])

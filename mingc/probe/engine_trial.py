@@ -24,7 +24,7 @@ _SECONDS = 0.1  # for all runs of an engine at one size, as long as there are `_
 def time_engines(
     engines: Sequence[tuple[str, Path]],
     spec: GraphSpec,
-    weights: Path,
+    weights: Sequence[Path],
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> tuple[str, list[list[list[float]]]]:
@@ -35,12 +35,12 @@ def time_engines(
 
     Args:
         engines: pairs of backend and file.
-        weights: the weights file, of which the first layer instance is used.
+        weights: the weights files, of which the first layer instance is used.
         calls: inputs and state by name.
     """
     place = torch.device(device)
-    with opened_weights(weights) as file:
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    with opened_weights(weights) as files:
+        stored = {name: file.get_tensor(name) for name, file in files.items()}
     start = join_path(spec.layer_instances[0], "")
     own = {name[len(start) :]: value.to(place) for name, value in stored.items() if name.startswith(start)}
     loaded = []

@@ -17,7 +17,7 @@ from mingc.artifacts.parameters import VisionParameters
 from mingc.errors import ConfigError
 from mingc.probe.report import PatchEmbed
 from mingc.probe.stopwatch import Stopwatch
-from mingc.runtime.engines.stage_loader import opened_weights
+from mingc.runtime.engines.stage_loader import opened_weights, weights_regions
 
 _PATCHES = (256, 1024, 4096)
 _MAX_REPETITIONS = 10
@@ -44,8 +44,9 @@ def compare_patch_embed(
     manifest = artifact.manifest
     vision = manifest.parameters_of("vision_encoder", VisionParameters)
     device = torch.device(manifest.fingerprint.device)
-    with opened_weights(artifact.region(manifest.stages["vision_encoder"].weights[0])) as file:
-        weight, bias = (file.get_tensor(f"patch_embed.{name}").to(device) for name in ("weight", "bias"))
+    names = ("patch_embed.weight", "patch_embed.bias")
+    with opened_weights(weights_regions(artifact, manifest.stages["vision_encoder"], 0)) as files:
+        weight, bias = (files[name].get_tensor(name).to(device) for name in names)
     block = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     kernel = weight.view(-1, *block)
     rows: list[PatchEmbed] = []

@@ -21,18 +21,18 @@ def run_engine(
     engine: Path,
     backend: str,
     spec: GraphSpec,
-    weights: Sequence[Path | FileRegion],
+    weights: Sequence[Sequence[Path | FileRegion]],
     calls: Sequence[Mapping[str, torch.Tensor]],
     device: str,
 ) -> list[dict[str, torch.Tensor]]:
     """Run the calls in order. Returns every call's outputs by name and its new `state.<name>`, on the CPU.
 
     Args:
-        weights: one file per rank; the weights of the first layer instance are used. Ranks run without collectives and
-            their outputs are combined here. The state is rank 0's.
+        weights: the files of each rank; the weights of the first layer instance are used. Ranks run without
+            collectives and their outputs are combined here. The state is rank 0's.
         calls: inputs and state by name; they are not modified.
     """
-    ranks = [_run_rank(engine, backend, spec, path, calls, torch.device(device)) for path in weights]
+    ranks = [_run_rank(engine, backend, spec, files, calls, torch.device(device)) for files in weights]
     results = []
     for parts in zip(*ranks, strict=True):
         made = {each.name: gather_shards(each, [part[each.name] for part in parts]) for each in spec.outputs}
@@ -45,24 +45,23 @@ def _run_rank(
     engine: Path,
     backend: str,
     spec: GraphSpec,
-    weights: Path | FileRegion,
+    weights: Sequence[Path | FileRegion],
     calls: Sequence[Mapping[str, torch.Tensor]],
     place: torch.device,
 ) -> list[dict[str, torch.Tensor]]:
     loaded = load_engine(backend, engine, place)
-    with opened_weights(weights) as file:
-        stored = {*file.keys()}
+    with opened_weights(weights) as files:
 
         def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
             paths = {name: join_path(spec.layer_instances[0], name) for name in names}
-            absent = sorted({*paths.values()} - stored)
+            absent = sorted({*paths.values()} - files.keys())
             if absent:
                 raise ArtifactError(
                     f"engine needs weights that the artifact lacks: {', '.join(absent[:5])}",
-                    where=f"{engine.name}, {weights.name}",
+                    where=f"{engine.name}, {', '.join(each.name for each in weights)}",
                     fix="copy the artifact again, or export again",
                 )
-            return {name: file.get_tensor(path).to(place) for name, path in paths.items()}
+            return {name: files[path].get_tensor(path).to(place) for name, path in paths.items()}
 
         loaded.bind(read(loaded.constants()))
         given = read(spec.weights)

@@ -11,6 +11,7 @@ from mingc.artifacts.artifact import Artifact
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, StageRecord
 from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, MingcError
+from mingc.runtime.engines.stage_loader import weights_regions
 from mingc.verify.comparison_log import ComparisonLog
 from mingc.verify.engine_run import run_engine, to_numpy
 
@@ -81,7 +82,7 @@ def _run(
             artifact.path(engine.file),
             engine.backend,
             graph.spec,
-            [artifact.region(weights) for weights in stage.weights],
+            [weights_regions(artifact, stage, rank) for rank in range(len(stage.weights))],
             [given],
             artifact.manifest.fingerprint.device,
         )

@@ -113,7 +113,7 @@ def test_memory_is_that_of_the_tensors(eager_artifact: Path) -> None:
         f"{name}_weights" for name in manifest.stages
     }
     for stage, record in manifest.stages.items():
-        files = sum(manifest.files[name].size_bytes for name in record.weights)
+        files = sum(manifest.files[name].size_bytes for name in record.weights_files)
         # A file of weights is its tensors behind a header.
         assert 0.8 * files < one[f"{stage}_weights"] < files, stage
     assert two == {owner: count * (2 if owner in talkers else 1) for owner, count in one.items()}

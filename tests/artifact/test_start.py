@@ -89,7 +89,7 @@ def test_a_server_is_ready_when_all_hashes_are_compared(eager_artifact: Path, tm
 
 def test_a_changed_weight_ends_the_start(two_rank_artifact: Path, tmp_path: Path) -> None:
     artifact, gate = copy_of(two_rank_artifact, tmp_path), tmp_path / "gate"
-    name = read_manifest(artifact).stages["thinker"].weights[1]
+    name = read_manifest(artifact).stages["thinker"].weights_files[1]
     data = bytearray((artifact / name).read_bytes())
     data[-1] ^= 1
     (artifact / name).write_bytes(data)

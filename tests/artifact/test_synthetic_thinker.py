@@ -29,7 +29,7 @@ def test_one_layer_of_each_kind_is_stored(artifact: Artifact) -> None:
     stored = load_stage(artifact, "thinker", torch.device("cpu"), only_first=True).weights
     assert not any(name.startswith(tuple(f"{each}." for each in others)) for name in stored)
     size = sum(value.nbytes for value in stored.values())
-    assert size <= artifact.manifest.files[record.weights[0]].size_bytes < size + 64_000  # a header
+    assert size <= artifact.manifest.files[record.weights_files[0]].size_bytes < size + 64_000  # a header
 
 
 def test_every_layer_has_weights_of_its_own(artifact: Artifact) -> None:

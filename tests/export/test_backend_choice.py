@@ -562,12 +562,14 @@ def timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Engines, lis
     from safetensors.torch import save_file
 
     found = Engines()
-    save_file({"w": torch.ones(1), "other.w": torch.ones(1)}, tmp_path / "w")
+    files = [tmp_path / "w", tmp_path / "other.w"]
+    for file in files:
+        save_file({file.name: torch.ones(1)}, file)
     monkeypatch.setattr(engine_trial, "load_engine", found.load)
     monkeypatch.setattr(engine_trial.time, "perf_counter", lambda: found.now)
     calls = [{"x": torch.ones(size, 4)} for size in (1, 2)]
     named = [("slow", Path("a")), ("fast", Path("b"))]
-    device, samples = engine_trial.time_engines(named, SPEC, tmp_path / "w", calls, "cpu")
+    device, samples = engine_trial.time_engines(named, SPEC, files, calls, "cpu")
     assert device
     return found, samples
 
@@ -591,6 +593,7 @@ def test_errors_of_a_library_that_runs_engines_are_those_of_its_backend(
     plan = SimpleNamespace(spec=SPEC, check_dims={"B": 1, "T": 7}, example=lambda *_: {})
     monkeypatch.setattr(timing_task, "find_graph", lambda _: (None, None, plan))
     task = GraphTask(recipe=recipe("aoti"), stage="cfm", graph="g", folder=tmp_path, weights=("w",))
+    (tmp_path / "w").mkdir()
     fault: Exception = RuntimeError("illegal instruction")
 
     def fail(*_: object) -> Any:

@@ -129,15 +129,17 @@ def test_a_report_adds_up_the_files_of_each_graph_and_rank() -> None:
         return GraphResult(stage=stage, record=record, peak_rss_bytes=0)
 
     results = [make_result("talker", "step", {"c": 0.5}), make_result("cfm", "sample", {"a": 1.5, "b": 2.0})]
-    sizes = {"a": 10, "b": 20, "c": 30, "w0": 500, "w1": 400, "v": 100}
+    sizes = {"a": 10, "b": 20, "c": 30, "w0": 500, "w1": 380, "w2": 20, "v": 100}
     manifest: Any = SimpleNamespace(
-        stages={"cfm": None, "talker": None},
+        stages={
+            "cfm": SimpleNamespace(weights=(("w1", "w2"), ("w0",))),
+            "talker": SimpleNamespace(weights=(("v",),)),
+        },
         files={name: FileRecord(size_bytes=size, sha256="") for name, size in sizes.items()},
         model="tiny",
         notes=(),
     )
-    weights = {"cfm": ("w0", "w1"), "talker": ("v",)}
-    report = report_export(Path("out"), manifest, results, weights, peak_rss_bytes=7, seconds=2.5)
+    report = report_export(Path("out"), manifest, results, peak_rss_bytes=7, seconds=2.5)
     assert [
         (row.stage, row.backend, row.engines, row.size_bytes, row.compile_seconds) for row in report.graphs
     ] == [

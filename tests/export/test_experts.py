@@ -75,9 +75,9 @@ def _weights_of_rank(
     """The file of one rank."""
     opened, shard = open_checkpoint(checkpoint), Shard(rank=rank, world_size=world_size)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "weights"
+        path = Path(folder)
         write_weights(opened, STAGE, STAGE.config(opened), shard, getattr(torch, dtype), path, quantization)
-        return path.read_bytes()
+        return (path / "000.safetensors").read_bytes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +94,13 @@ class Layer:
     batch: int | None = None
 
     def write_weights(self) -> tuple[str, ...]:
-        """Write a weights file for each rank and return their names. Files of equal content are computed once."""
+        """Write the weights of each rank and return their folders. Files of equal content are computed once."""
         files = []
         for rank in range(self.num_ranks):
             made = _weights_of_rank(self.checkpoint.root, self.dtype, self.quantization, rank, self.num_ranks)
             files.append(f"rank{rank}")
-            (self.folder / files[-1]).write_bytes(made)
+            (self.folder / files[-1]).mkdir()
+            (self.folder / files[-1] / "000.safetensors").write_bytes(made)
         return tuple(files)
 
     def check(self, fault: Fault, *, is_stored: bool = False) -> Parity:
@@ -138,11 +139,11 @@ class Layer:
             engine: Path,
             backend: str,
             spec: GraphSpec,
-            weights: Sequence[Path],
+            weights: Sequence[Sequence[Path]],
             calls: Sequence[Mapping[str, Tensor]],
             device: str,
         ) -> list[dict[str, Tensor]]:
-            modules = [load(path) for path in weights]
+            modules = [load(files[0].parent) for files in weights]
             if not is_stored:
                 fault(dict(modules[-1].named_parameters()), expert)
             made = []
@@ -156,9 +157,10 @@ class Layer:
             return made
 
         if is_stored:
-            tensors = load_file(self.folder / files[-1])
+            file = self.folder / files[-1] / "000.safetensors"
+            tensors = load_file(file)
             fault({name.removeprefix(f"{submodule}."): value for name, value in tensors.items()}, expert)
-            save_file(tensors, self.folder / files[-1])
+            save_file(tensors, file)
         task = GraphTask(recipe=recipe, stage="thinker", graph=self.graph, folder=self.folder, weights=files)
         dims = None if self.batch is None else {"B": self.batch}
         engine = EngineRecord(backend="none", file="none", dims=dims, compile_seconds=0.0)

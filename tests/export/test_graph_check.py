@@ -34,21 +34,23 @@ class Engines:
     def __init__(self, folder: Path, spoiled: int | None, graph: str = "head") -> None:
         checkpoint = open_checkpoint(TINY)
         config = STAGE.config(checkpoint)
-        write_weights(checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights.safetensors")
+        write_weights(
+            checkpoint, STAGE, config, Shard(), torch.float32, folder / "weights", file_bytes=1 << 14
+        )
         (folder / "goldens").mkdir()
         self._plan = graph_of(STAGE, config, graph, OPTIONS)
         self._module = load_module(
             STAGE,
             config,
             Shard(),
-            folder / "weights.safetensors",
+            folder / "weights",
             submodule=self._plan.spec.layer_instances[0],
         )
         self._spoiled = spoiled
         self.batches: list[int] = []
         recipe = ExportRecipe(checkpoint=TINY, output=folder / "out", stages=("thinker",))
         self.task = GraphTask(
-            recipe=recipe, stage="thinker", graph=graph, folder=folder, weights=("weights.safetensors",)
+            recipe=recipe, stage="thinker", graph=graph, folder=folder, weights=("weights",)
         )
         self.records = tuple(
             EngineRecord(

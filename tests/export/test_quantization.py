@@ -78,7 +78,7 @@ def test_only_weight_matrices_of_layers_are_quantized(checkpoint: Checkpoint, tm
     stage = find("audio_vae")
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", "fp8")
-    with safe_open(tmp_path / "weights", framework="pt") as file:
+    with safe_open(tmp_path / "weights/000.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     quantized = {name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn}
     layers = config.decoder.stack.num_layers
@@ -238,7 +238,7 @@ def test_formats_of_the_thinker(
     stage = find("thinker")
     config = stage.config(checkpoint)
     write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, tmp_path / "weights", kind)
-    with safe_open(tmp_path / "weights", framework="pt") as file:
+    with safe_open(tmp_path / "weights/000.safetensors", framework="pt") as file:
         names = set(file.keys())
         dtypes = {name: file.get_tensor(name).dtype for name in names}
     quantized = {name for name in names if name + "_scale" in names}

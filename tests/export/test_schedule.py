@@ -26,7 +26,7 @@ from mingc.export.tasks.check_graph import GraphResult
 from mingc.export.tasks.compile_engine import BuiltEngine
 from mingc.export.tasks.graph_task import GraphTask
 from mingc.export.tasks.memory_needs import Need
-from mingc.export.tasks.weights_file import WeightsFile, WrittenFile
+from mingc.export.tasks.rank_weights import RankWeights, WrittenWeights
 from mingc.verify.engine_run import run_engine
 
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ _LOST = QuantizationError(tokens=1, layer_cosine=(1.0,), logit_kl=0.0, same_argm
 
 
 def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
-    """Build an engine in no time; requires the first rank's weights file."""
+    """Build an engine in no time; requires the first rank's weights."""
     assert (task.folder / task.weights[0]).exists()
     record = EngineRecord(
         backend="aoti", file=f"engines/{task.name}.pt2", dims=static_shapes, compile_seconds=1.0, cost=None
@@ -47,7 +47,7 @@ def _build(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine
 
 
 def _check(task: GraphTask, engines: tuple[EngineRecord, ...], *_: object) -> GraphResult:
-    """Check a graph in no time; requires the weights files of all ranks."""
+    """Check a graph in no time; requires the weights of all ranks."""
     assert all((task.folder / path).exists() for path in task.weights)
     record = GraphRecord(
         spec=GraphSpec(name=task.graph, inputs=(), outputs=()),
@@ -66,18 +66,18 @@ def _compare(
 
 
 class _Disk:
-    """Writes weights files and fails if two are written at once. `before` is called before each is complete."""
+    """Writes weights and fails if two ranks are written at once. `before` is called before each is complete."""
 
-    def __init__(self, before: Callable[[WeightsFile], None] = lambda _: None) -> None:
+    def __init__(self, before: Callable[[RankWeights], None] = lambda _: None) -> None:
         self._before = before
         self._one = threading.Lock()
 
-    def write(self, file: WeightsFile, _: ExportRecipe, folder: Path) -> WrittenFile:
-        assert self._one.acquire(blocking=False), "two files are written at once"
-        self._before(file)
-        (folder / file.path).touch()
+    def write(self, rank: RankWeights, _: ExportRecipe, folder: Path) -> WrittenWeights:
+        assert self._one.acquire(blocking=False), "two ranks are written at once"
+        self._before(rank)
+        (folder / rank.path).touch()
         self._one.release()
-        return WrittenFile(seconds=1.0, peak_rss_bytes=3)
+        return WrittenWeights(seconds=1.0, peak_rss_bytes=3)
 
 
 class _Export:
@@ -106,7 +106,7 @@ class _Export:
         sizes = {"thinker.embed": [None], "thinker.head": [None], "cfm.sample": sample_sizes}
         plan = plan_of(recipe, sizes, first="cfm.sample")
         (folder / "weights").mkdir()
-        for first, *_ in plan.files.values():
+        for first, *_ in plan.weights.values():
             (folder / first.path).touch()
         for name, stand_in in {
             "worker_pool": worker_threads,
@@ -148,7 +148,7 @@ def test_engines_compile_during_writes_and_checks_wait_for_all_files_of_their_st
 ) -> None:
     is_compiled = threading.Event()
 
-    def wait_for_engines(file: WeightsFile) -> None:
+    def wait_for_engines(rank: RankWeights) -> None:
         assert is_compiled.wait(_WAIT_S), "no engine was compiled while the file was written"
 
     def compile_(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
@@ -231,8 +231,8 @@ def test_random_weights_are_not_compared(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_that_fails_ends_the_export_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
-    def fail(file: WeightsFile) -> None:
-        if file.shard.rank == 2:
+    def fail(rank: RankWeights) -> None:
+        if rank.shard.rank == 2:
             raise CheckpointError("tensor x is missing", where="main")
 
     export = _Export(tmp_path, monkeypatch, _Disk(fail), jobs=jobs)
@@ -240,7 +240,7 @@ def test_a_file_that_fails_ends_the_export_with_its_error(
         export.schedule.run()
     assert [step for step in export.steps if step[0] == "weights"] == _files(1)
     assert not [step for step in export.steps if step[0] == "check" and step[1] != "cfm.sample"]
-    assert not (tmp_path / "weights" / "thinker.rank3.safetensors").exists()
+    assert not (tmp_path / "weights" / "thinker.rank3").exists()
 
 
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> list[export_run.Step]:
@@ -341,7 +341,7 @@ def _run_within(tmp_path: Path, memory: _Memory, **options: Any) -> list[tuple[s
     steps: list[tuple[str, str]] = []
     (tmp_path / "weights").mkdir()
     plan = plan_of(recipe, _SIZES, needs=_NEEDS)
-    for first, *_ in plan.files.values():
+    for first, *_ in plan.weights.values():
         (tmp_path / first.path).touch()
     schedule.Schedule(plan, tmp_path, run_engine, lambda *step: steps.append(step[:2]), {}).run()
     return steps

@@ -528,7 +528,7 @@ def prepare(
         (folder / each).mkdir()
     words: dict[str, Any] = {"backend": ("tensorrt",), **options}
     made = ExportRecipe(checkpoint=checkpoint.root, output=folder / "out", **words)
-    found, weights = stage_options(made), "weights/w.safetensors"
+    found, weights = stage_options(made), "weights/w"
     write_weights(checkpoint, stage, config, Shard(), found.dtype, folder / weights)
     task = GraphTask(
         recipe=made, stage=name, graph=method, folder=folder, weights=(weights,), backend="tensorrt"
@@ -764,8 +764,8 @@ def test_torch_tensorrt_converts_every_graph_for_cards_that_are_not_here(
     config = stage.config(checkpoint)
     options = StageOptions(static_buckets=True, batch_sizes=(1, 2), dtype=dtype)
     plan = graph_of(stage, config, method, options)
-    write_weights(checkpoint, stage, config, Shard(), dtype, tmp_path / "weights.safetensors")
-    module = load_module(stage, config, Shard(), tmp_path / "weights.safetensors")
+    write_weights(checkpoint, stage, config, Shard(), dtype, tmp_path / "weights")
+    module = load_module(stage, config, Shard(), tmp_path / "weights")
     sizes = options.engine_sizes(plan)[0]
     backend = BACKEND.for_graph(plan, sizes, "rtx:sm86,sm89")
     program = trace_graph(backend, plan, module, stage=name, sizes=sizes, device="cpu")

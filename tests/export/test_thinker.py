@@ -235,8 +235,8 @@ def test_every_weight_has_a_source_of_the_right_shape(checkpoint: Checkpoint, co
 def test_bfloat16_recipe_stays_close(
     checkpoint: Checkpoint, config: ThinkerConfig, module: Decoder, tmp_path: Path
 ) -> None:
-    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights.safetensors")
-    bfloat16 = load_module(STAGE, config, Shard(), tmp_path / "weights.safetensors")
+    write_weights(checkpoint, STAGE, config, Shard(), torch.bfloat16, tmp_path / "weights")
+    bfloat16 = load_module(STAGE, config, Shard(), tmp_path / "weights")
     for plan in STAGE.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16)):
         example = plan.example(plan.check_dims, torch.Generator().manual_seed(2))
         check_example(plan.spec, example, plan.check_dims, STAGE.name)

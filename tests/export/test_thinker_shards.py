@@ -237,9 +237,9 @@ def test_compiled_ranks(
     shards = [Shard(rank=rank, world_size=2) for rank in range(2)]
     modules = []
     for shard in shards:
-        file = tmp_path / f"weights-{shard.rank}.safetensors"
-        write_weights(checkpoint, STAGE, small, shard, torch.float32, file)
-        modules.append(load_module(STAGE, small, shard, file))
+        path = tmp_path / f"rank{shard.rank}"
+        write_weights(checkpoint, STAGE, small, shard, torch.float32, path)
+        modules.append(load_module(STAGE, small, shard, path))
     plans = [
         share_weights(plan, modules[0].get_submodule(plan.spec.layer_instances[0]))
         for plan in STAGE.graphs(small, shards[0], StageOptions())

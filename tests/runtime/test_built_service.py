@@ -220,7 +220,7 @@ def manifest() -> Manifest:
         stages={
             name: StageRecord(
                 is_sharded=False,
-                weights=("weights",),
+                weights=(("weights",),),
                 graphs={
                     key: GraphRecord(
                         spec=with_sizes(graph.spec),

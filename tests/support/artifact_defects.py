@@ -104,7 +104,7 @@ def weights(stage: str, change: Callable[[Tensors], None]) -> Callable[[Path], N
     """Edit the tensors of a stage's weights file."""
 
     def plant(root: Path) -> None:
-        path = root / _read(root)["stages"][stage]["weights"][0]
+        path = root / _read(root)["stages"][stage]["weights"][0][0]
         tensors = load_file(path)
         change(tensors)
         path.unlink()
@@ -340,7 +340,7 @@ def _exchange_tokenizers(document: Document) -> None:
 
 
 def _truncate_weights(root: Path) -> None:
-    path = root / _read(root)["stages"]["cfm"]["weights"][0]
+    path = root / _read(root)["stages"]["cfm"]["weights"][0][0]
     _write(path, path.read_bytes()[:-64])
 
 

@@ -85,8 +85,8 @@ def check_engine(
 def check_bfloat16(stage: Stage, checkpoint: Checkpoint, folder: Path, similarity: float) -> None:
     """Run every graph on the weights file of a bfloat16 recipe and compare it with the float32 module."""
     config = stage.config(checkpoint)
-    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, folder / "weights.safetensors")
-    bfloat16 = load_module(stage, config, Shard(), folder / "weights.safetensors")
+    write_weights(checkpoint, stage, config, Shard(), torch.bfloat16, folder / "weights")
+    bfloat16 = load_module(stage, config, Shard(), folder / "weights")
     float32 = float32_module(stage, config, checkpoint)
     bfloat16_graphs = stage.graphs(config, Shard(), StageOptions(dtype=torch.bfloat16))
     for plan, reference in zip(bfloat16_graphs, stage.graphs(config, Shard(), StageOptions()), strict=True):

@@ -10,7 +10,7 @@ from mingc.export.plan import ExportPlan, PlannedGraph
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stages import find
 from mingc.export.tasks.memory_needs import Needs
-from mingc.export.tasks.weights_file import weights_files
+from mingc.export.tasks.rank_weights import rank_weights
 
 
 def plan_of(
@@ -42,7 +42,7 @@ def plan_of(
             )
             for stage, graph in names
         ),
-        files={stage.name: weights_files(stage, recipe, ()) for stage in stages},
+        weights={stage.name: rank_weights(stage, recipe, ()) for stage in stages},
         repeated={},
         voices=(),
         to_tune={},

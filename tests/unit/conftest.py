@@ -67,7 +67,7 @@ def manifest() -> Manifest:
         ),
         stages={
             "audio_encoder": StageRecord(
-                is_sharded=False, weights=("weights/audio.bin",), graphs={"encode": graph}
+                is_sharded=False, weights=(("weights/audio.bin",),), graphs={"encode": graph}
             )
         },
         graph=StageGraph(nodes=(StageNode(name="audio_encoder", policy="once"),)),

@@ -406,10 +406,11 @@ def test_a_summary_lists_stages_in_the_order_of_the_graph_with_their_edges(
         ),
         edges=(Edge("ear", "brain", "audio"), Edge("voice", CLIENT, "speech")),
     )
-    ranks = ("weights/0", "weights/1")
+    ranks = (("weights/0", "weights/1"), ("weights/2",))
     stages = {name: StageRecord(is_sharded=True, weights=ranks, graphs={}) for name in names}
     files = {
-        name: FileRecord(size_bytes=size, sha256="") for name, size in zip(ranks, (300, 40), strict=True)
+        f"weights/{index}": FileRecord(size_bytes=size, sha256="")
+        for index, size in enumerate((200, 100, 40))
     }
     contents = summarize(
         Artifact(root=tmp_path, manifest=replace(manifest, stages=stages, graph=graph, files=files))

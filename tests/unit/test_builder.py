@@ -180,7 +180,7 @@ def make_stage(*graphs: tuple[str, dict[str, tuple[int, ...]]], **more: Any) -> 
             **more,
         )
         records[name] = GraphRecord(spec=spec, engines=(), golden="golden", parity=parity)
-    return StageRecord(is_sharded=False, weights=("weights",), graphs=records)
+    return StageRecord(is_sharded=False, weights=(("weights",),), graphs=records)
 
 
 def speaking(manifest: Manifest, **stages: StageRecord) -> Manifest:

@@ -48,19 +48,16 @@ def spec(ranks: Ranks) -> GraphSpec:
 
 
 @pytest.fixture
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files of two ranks; biases 10 and 20, and those of the second instance are of no use here."""
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[Path]]:
+    """Two files of each of two ranks; biases 10 and 20, and those of the second instance are of no use here."""
     monkeypatch.setattr(engine_run, "load_engine", lambda *_: Counter())
     files = []
     for rank, bias in enumerate((10.0, 20.0)):
-        tensors = {
-            "layers.1.bias": torch.full((2,), bias),
-            "layers.1.scale": torch.full((2,), 2.0),
-            "layers.2.bias": torch.full((2,), 1e6),
-            "layers.2.scale": torch.full((2,), 1e6),
-        }
-        files.append(tmp_path / f"rank{rank}")
-        save_file(tensors, files[-1])
+        files.append([tmp_path / f"rank{rank}.{part}" for part in range(2)])
+        for path, name, value in zip(files[-1], ("bias", "scale"), (bias, 2.0), strict=True):
+            save_file(
+                {f"layers.1.{name}": torch.full((2,), value), f"layers.2.{name}": torch.full((2,), 1e6)}, path
+            )
     return files
 
 
@@ -69,7 +66,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     [("same", [13.0, 15.0]), ("sum", [36.0, 40.0]), ("concat", [13.0, 15.0, 23.0, 25.0])],
 )
 def test_every_call_and_rank_starts_with_the_given_state(
-    ranks: Ranks, expected: list[float], weights: list[Path]
+    ranks: Ranks, expected: list[float], weights: list[list[Path]]
 ) -> None:
     """2 x + (cache + bias) with x = (1, 2), cache = 1; the state returned is that of rank 0."""
     call = {"x": torch.tensor([1.0, 2.0]), "cache": torch.ones(2)}
@@ -79,9 +76,9 @@ def test_every_call_and_rank_starts_with_the_given_state(
     assert call["x"].tolist() == [1.0, 2.0] and call["cache"].tolist() == [1.0, 1.0], "not modified"
 
 
-def test_weights_that_the_file_lacks_are_named(tmp_path: Path, weights: list[Path]) -> None:
-    save_file({"bias": torch.ones(2)}, tmp_path / "rank1")
+def test_weights_that_the_file_lacks_are_named(tmp_path: Path, weights: list[list[Path]]) -> None:
+    save_file({"bias": torch.ones(2)}, tmp_path / "rank1.0")
     given: list[dict[str, Any]] = [{"x": torch.ones(2), "cache": torch.ones(2)}]
     with pytest.raises(ArtifactError, match=r"layers\.1\.bias") as caught:
         run_engine(Path("engine"), "aoti", spec("sum"), weights, given, "cpu")
-    assert caught.value.where == "engine, rank1"
+    assert caught.value.where == "engine, rank1.0, rank1.1"

@@ -246,24 +246,27 @@ _GRAPH = ("stages", "audio_encoder", "graphs", "encode")
 
 @pytest.fixture
 def sharded(artifact_path: Path) -> Path:
-    """An artifact for two ranks, with one weights file for each."""
+    """An artifact for two ranks, with two weights files for each."""
 
     def shard(document: dict[str, Any]) -> None:
         document["fingerprint"]["world_size"] = 2
-        document["stages"]["audio_encoder"] |= {"is_sharded": True, "weights": ["weights/audio.bin"] * 2}
+        document["stages"]["audio_encoder"] |= {
+            "is_sharded": True,
+            "weights": [["weights/audio.bin"] * 2] * 2,
+        }
 
     edit_manifest(artifact_path, shard)
     return artifact_path
 
 
-@pytest.mark.parametrize("num_files", [0, 1, 2, 3])
-def test_a_sharded_stage_has_one_weights_file_a_rank(sharded: Path, num_files: int) -> None:
-    weights = ["weights/audio.bin"] * num_files
+@pytest.mark.parametrize("num_ranks", [0, 1, 2, 3])
+def test_a_sharded_stage_has_weights_of_every_rank(sharded: Path, num_ranks: int) -> None:
+    weights = [["weights/audio.bin"] * 2] * num_ranks
     edit_manifest(sharded, lambda document: document["stages"]["audio_encoder"].update(weights=weights))
-    if num_files == 2:
+    if num_ranks == 2:
         assert read_manifest(sharded).fingerprint.world_size == 2
     else:
-        with pytest.raises(ManifestError, match=f"has {num_files} weights files, expected 2"):
+        with pytest.raises(ManifestError, match=f"has weights of {num_ranks} ranks, expected 2"):
             read_manifest(sharded)
 
 
@@ -282,7 +285,7 @@ def test_a_sharded_stage_has_one_weights_file_a_rank(sharded: Path, num_files: i
         (("fingerprint", "world_size"), 0, "world_size is 0"),
         (("fingerprint", "dtype"), "float8", "dtype is 'float8', expected float32 or bfloat16"),
         (("stages", "audio_encoder", "is_sharded"), 1, "expected bool"),
-        (("stages", "audio_encoder", "weights"), [], "has 0 weights files, expected 1"),
+        (("stages", "audio_encoder", "weights"), [], "has weights of 0 ranks, expected 1"),
         (("stages", "audio_encoder", "graphs"), {}, "stage audio_encoder has no graph"),
         ((*_GRAPH, "engines"), [], "graph audio_encoder.encode has no engine"),
         ((*_GRAPH, "spec", "layer_instances"), [], "graph audio_encoder.encode has no layer instance"),
@@ -297,8 +300,8 @@ def test_a_sharded_stage_has_one_weights_file_a_rank(sharded: Path, num_files: i
         ((*_GRAPH, "parity", "eager"), float("-inf"), "expected a finite number, found -inf"),
         (
             ("stages", "audio_encoder", "weights"),
-            ["weights/audio.bin"] * 2,
-            "has 2 weights files, expected 1",
+            [["weights/audio.bin"]] * 2,
+            "has weights of 2 ranks, expected 1",
         ),
     ],
 )

@@ -635,7 +635,7 @@ def test_the_patch_embedding_leaves_out_sizes_that_take_too_long(
         manifest=SimpleNamespace(
             parameters_of=lambda stage, kind: vision,
             fingerprint=SimpleNamespace(device="cpu"),
-            stages={"vision_encoder": SimpleNamespace(weights=["weights.safetensors"])},
+            stages={"vision_encoder": SimpleNamespace(weights=[["weights.safetensors"]], is_sharded=False)},
         ),
         region=lambda name: tmp_path / name,
     )

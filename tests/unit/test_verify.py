@@ -214,7 +214,7 @@ def replayed(
     graph: GraphRecord,
     recorded: Mapping[str, torch.Tensor],
     *,
-    weights: tuple[str, ...] = ("weights/audio.bin",),
+    weights: tuple[tuple[str, ...], ...] = (("weights/audio.bin",),),
 ) -> ComparisonLog:
     """The comparisons of `graph` with `recorded`, written as its golden file."""
     save_file(dict(recorded), root / graph.golden)
@@ -309,12 +309,15 @@ def test_every_rank_runs_on_what_was_recorded(
     recorded = RECORDED | {
         "state.cache": torch.zeros(3, 5)
     }  # the state afterwards is another one on every rank
-    ranks = ("weights/audio.bin", "voices/DB30.bin")
+    ranks = (("weights/audio.bin", "engines/encode.pt2"), ("voices/DB30.bin",))
+    manifest = replace(
+        manifest, stages={"audio_encoder": replace(manifest.stages["audio_encoder"], is_sharded=True)}
+    )
     summary = replayed(manifest, artifact_path, graph, recorded, weights=ranks).summary()
     assert (summary.checked, summary.failed, summary.inputs) == (1, 0, 2)
     ((path, backend, spec, weights, (given,), device),) = calls
     assert (path, backend, spec, device) == (artifact_path / "engines/encode.pt2", "aoti", graph.spec, "cpu")
-    assert [each.path.name for each in weights] == ["audio.bin", "DB30.bin"]
+    assert [[each.name for each in files] for files in weights] == [[*files] for files in ranks]
     assert given.keys() == {"mel", "cache"} and torch.equal(given["cache"], recorded["state.cache"])
 
 

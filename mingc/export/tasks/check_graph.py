@@ -27,7 +27,7 @@ from mingc.export.tasks.graph_task import (
     open_graph,
     shards_of,
 )
-from mingc.export.weights.loading import float32_module
+from mingc.export.weights.loading import float32_module, weights_files
 from mingc.export.weights.quantization import in_float32
 
 _Tensors = Mapping[str, torch.Tensor]
@@ -44,7 +44,7 @@ class Replay(Protocol):
         engine: Path,
         backend: str,
         spec: GraphSpec,
-        weights: Sequence[Path],
+        weights: Sequence[Sequence[Path]],
         calls: Sequence[Mapping[str, torch.Tensor]],
         device: str,
     ) -> list[dict[str, torch.Tensor]]: ...
@@ -186,7 +186,7 @@ class _GraphCheck:
                 task.folder / engine.file,
                 engine.backend,
                 self._plan.spec,
-                [task.folder / file for file in task.weights],
+                [weights_files(task.folder / path) for path in task.weights],
                 calls,
                 self._options.device,
             )

@@ -29,7 +29,7 @@ class GraphTask:
 
     Attributes:
         folder: the artifact under construction.
-        weights: one file per rank, relative to `folder`.
+        weights: one folder per rank, relative to `folder`.
         kernel_configs: the timed configurations of the stage's kernels.
     """
 
@@ -89,7 +89,7 @@ def load_shard(task: GraphTask, stage: Stage, config: Any, shard: Shard, plan: G
 
 
 def shards_of(weights: tuple[str, ...]) -> list[Shard]:
-    """A shard for each rank's weights file."""
+    """A shard for each rank's weights."""
     return [Shard(rank=rank, world_size=len(weights)) for rank in range(len(weights))]
 
 

@@ -39,9 +39,9 @@ def measure_quantization_error(
 def stored_modules(
     recipe: ExportRecipe, stage: Stage, config: Any, folder: Path, weights: tuple[str, ...], submodule: str
 ) -> list[nn.Module]:
-    """The module of every rank, or its part `submodule`, computing in float32 over its weights file in `folder`."""
+    """The module of every rank, or its part `submodule`, computing in float32 over its weights in `folder`."""
     quantization = recipe.quantization(stage.name)
     return [
-        in_float32(load_module(stage, config, shard, folder / file, quantization, submodule=submodule))
-        for shard, file in zip(shards_of(weights), weights, strict=True)
+        in_float32(load_module(stage, config, shard, folder / path, quantization, submodule=submodule))
+        for shard, path in zip(shards_of(weights), weights, strict=True)
     ]

@@ -16,6 +16,7 @@ from mingc.artifacts.spec import GraphSpec
 from mingc.export.process_pool import gives_memory_back
 from mingc.export.recipe import stage_options
 from mingc.export.tasks.graph_task import GraphTask, find_graph, library_errors
+from mingc.export.weights.loading import weights_files
 
 
 class Timer(Protocol):
@@ -28,7 +29,7 @@ class Timer(Protocol):
         self,
         engines: Sequence[tuple[str, Path]],
         spec: GraphSpec,
-        weights: Path,
+        weights: Sequence[Path],
         calls: Sequence[Mapping[str, torch.Tensor]],
         device: str,
     ) -> tuple[str, list[list[list[float]]]]: ...
@@ -71,7 +72,7 @@ def time_graph(
             device, samples = timer(
                 [(each.backend, task.folder / each.file) for each in engines],
                 spec,
-                task.folder / task.weights[0],
+                weights_files(task.folder / task.weights[0]),
                 [plan.example(each, torch.Generator().manual_seed(1)) for each in sizes],
                 device_kind,
             )

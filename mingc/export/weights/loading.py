@@ -1,4 +1,4 @@
-"""Write a stage's weights file tensor by tensor, and fill a module from it by memory map.
+"""Write a stage's weights tensor by tensor, and fill a module from their files by memory map.
 
 The safetensors format is written here because the library's writer needs every tensor in memory at once; a rank
 of the released thinker has 50 GB. Format: 8-byte little-endian header length, JSON header, raw tensors.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,8 @@ from mingc.export.stage import Shard, Stage, WeightSource
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 
 _ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
+# Files are hashed and copied in parallel; registries and object stores refuse too large ones.
+FILE_BYTES = 4 << 30
 
 
 def check_weights(checkpoint: Checkpoint, sources: Sequence[WeightSource]) -> list[str]:
@@ -54,12 +56,14 @@ def write_weights(
     *,
     omitted: Collection[str] = (),
     device: torch.device | None = None,
+    file_bytes: int = FILE_BYTES,
 ) -> int:
-    """Write the weights of one shard to `path`, one weight in memory at a time.
+    """Write the weights of one shard to files in the folder `path`, one weight in memory at a time.
 
     Args:
         omitted: paths of submodules whose weights are left out.
         device: where weights are quantized; None for the CPU.
+        file_bytes: most bytes of a file's tensors, unless it holds a single weight.
 
     Returns: bytes written.
 
@@ -74,25 +78,51 @@ def write_weights(
             where=stage.name,
         )
     sources = [source for source in sources if not any(_is_within(source.name, each) for each in omitted)]
-    names = [name for source in sources for name in stored_names(source, quantization)]
     dtypes = _stored_dtypes(expected, sources, quantization, dtype)
-    header = safetensors_header({name: (dtypes[name], expected[name].shape) for name in names})
-    end = len(header) + sum(expected[name].numel() * dtypes[name].itemsize for name in names)
-    with writing(path, end), path.open("wb") as file:
-        file.write(header)
-        for source in sources:
-            value = _compute(checkpoint, source)
-            tensors = stored_tensors(source, value, quantization, dtypes[source.name], device)
-            del value
-            for name, value in tensors.items():
-                if value.shape != expected[name].shape:
-                    raise ExportError(
-                        f"weight {name} was computed with shape {list(value.shape)}, "
-                        f"the module expects {list(expected[name].shape)}",
-                        where=stage.name,
-                    )
-                file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
-        return file.tell() - len(header)
+    sizes = {name: expected[name].numel() * each.itemsize for name, each in dtypes.items()}
+    path.mkdir(exist_ok=True)
+    for index, group in enumerate(_groups(sources, sizes, quantization, file_bytes)):
+        names = [name for source in group for name in stored_names(source, quantization)]
+        header = safetensors_header({name: (dtypes[name], expected[name].shape) for name in names})
+        target = path / f"{index:03}.safetensors"
+        with writing(target, len(header) + sum(sizes[name] for name in names)), target.open("wb") as file:
+            file.write(header)
+            for source in group:
+                value = _compute(checkpoint, source)
+                tensors = stored_tensors(source, value, quantization, dtypes[source.name], device)
+                del value
+                for name, value in tensors.items():
+                    if value.shape != expected[name].shape:
+                        raise ExportError(
+                            f"weight {name} was computed with shape {list(value.shape)}, "
+                            f"the module expects {list(expected[name].shape)}",
+                            where=stage.name,
+                        )
+                    file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return sum(sizes.values())
+
+
+def weights_files(path: Path) -> list[Path]:
+    """The files that `write_weights` wrote to the folder `path`, in order."""
+    return sorted(path.iterdir())
+
+
+def _groups(
+    sources: Sequence[WeightSource],
+    sizes: Mapping[str, int],
+    quantization: Quantization | None,
+    file_bytes: int,
+) -> Iterator[list[WeightSource]]:
+    """The sources of each file, in order; one file without tensors when there are none."""
+    group, held = list[WeightSource](), 0
+    for source in sources:
+        size = sum(sizes[name] for name in stored_names(source, quantization))
+        if group and held + size > file_bytes:
+            yield group
+            group, held = [], 0
+        group.append(source)
+        held += size
+    yield group
 
 
 def safetensors_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
@@ -172,14 +202,17 @@ def load_module(
     *,
     submodule: str = "",
 ) -> nn.Module:
-    """The stage's module with the memory-mapped weights of the file at `path`; in eval mode, without gradients.
+    """The stage's module with the memory-mapped weights in the folder `path`; in eval mode, without gradients.
 
     With `submodule`, only the submodule at this path.
     """
     module = meta_module(stage, config, shard, stage.weights(config, shard), quantization)
-    with safe_open(path, framework="pt") as file:
-        names = [name for name in file.keys() if _is_within(name, submodule)]  # noqa: SIM118 - not a dict
-        return _fill(module, submodule, {name: file.get_tensor(name) for name in names})
+    tensors: dict[str, torch.Tensor] = {}
+    for each in weights_files(path):
+        with safe_open(each, framework="pt") as file:
+            names = [name for name in file.keys() if _is_within(name, submodule)]  # noqa: SIM118 - not a dict
+            tensors |= {name: file.get_tensor(name) for name in names}
+    return _fill(module, submodule, tensors)
 
 
 def float32_module(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,11 +183,11 @@ def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
 
 
 def rank_weight_bytes(artifact: Artifact, name: str, rank: int) -> int:
-    """`LoadedStage.weight_bytes` of stage `name` on another rank, from its weights file."""
+    """`LoadedStage.weight_bytes` of stage `name` on another rank, from its weights files."""
     record = artifact.manifest.stages[name]
-    with opened_weights(_weights_region(artifact, record, rank)) as file:
+    with opened_weights(weights_regions(artifact, record, rank)) as files:
         # Tensors are mapped here, not read.
-        sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key in file.keys()}  # noqa: SIM118 - not a dict
+        sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key, file in files.items()}
     copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
     return sum(sizes.values()) + copies
 
@@ -200,11 +200,13 @@ def _read_weights(
     Instances `left_out` are not read. A repeated layer gets its own random weights, so caches cannot flatter its timing
     and its router chooses other experts.
     """
-    region = _weights_region(artifact, record, rank)
     starts = tuple(join_path(instance, "") for instance in left_out)
-    with opened_weights(region) as file:
-        names = [name for name in file.keys() if not name.startswith(starts)]  # noqa: SIM118 - not a dict
-        weights = {name: file.get_tensor(name).to(device) for name in names}
+    with opened_weights(weights_regions(artifact, record, rank)) as files:
+        weights = {
+            name: file.get_tensor(name).to(device)
+            for name, file in files.items()
+            if not name.startswith(starts)
+        }
     for instance, source in record.repeated.items():
         if instance not in left_out:
             for name, value in _within(weights, source).items():
@@ -213,22 +215,31 @@ def _read_weights(
     return weights
 
 
-def _weights_region(artifact: Artifact, record: StageRecord, rank: int) -> FileRegion:
-    return artifact.region(record.weights[rank if record.is_sharded else 0])
+def weights_regions(artifact: Artifact, record: StageRecord, rank: int) -> list[FileRegion]:
+    """The weights files of a rank of the stage `record`."""
+    return [artifact.region(file) for file in record.weights[rank if record.is_sharded else 0]]
 
 
 @contextmanager
-def opened_weights(source: Path | FileRegion) -> Iterator[Any]:  # safetensors has no types
-    """Open a weights file of an artifact. Raises: IntegrityError when its header is damaged."""
-    try:
-        if isinstance(source, FileRegion) and not source.is_whole:
-            yield PackedWeights(source)
-        else:
-            with safe_open(source.path if isinstance(source, FileRegion) else source, framework="pt") as file:
-                yield file
-    except SafetensorError as error:
-        raise IntegrityError(
-            f"the weights cannot be read: {error}",
-            where=str(source),
-            fix="copy the artifact again, or export again",
-        ) from error
+def opened_weights(sources: Sequence[Path | FileRegion]) -> Iterator[dict[str, Any]]:
+    """Open the weights files of a rank. Yields each tensor's name with the open file, whose `get_tensor` reads it.
+
+    Raises: IntegrityError when a header is damaged.
+    """
+    files: dict[str, Any] = {}  # safetensors has no types
+    with ExitStack() as stack:
+        for source in sources:
+            try:
+                if isinstance(source, FileRegion) and not source.is_whole:
+                    file: Any = PackedWeights(source)
+                else:
+                    path = source.path if isinstance(source, FileRegion) else source
+                    file = stack.enter_context(safe_open(path, framework="pt"))
+            except SafetensorError as error:
+                raise IntegrityError(
+                    f"the weights cannot be read: {error}",
+                    where=str(source),
+                    fix="copy the artifact again, or export again",
+                ) from error
+            files |= dict.fromkeys(file.keys(), file)
+        yield files

@@ -102,7 +102,7 @@ def open_service(
         for service in services:
             service.fail(error)
 
-    weights = {file for stage in artifact.manifest.stages.values() for file in stage.weights}
+    weights = {file for stage in artifact.manifest.stages.values() for file in stage.weights_files}
     with ExitStack() as hashes, ExitStack() as processes:  # ends them when something after their start fails
         if options.check_hashes:
             # Engines are code: their hashes are compared before they are loaded.

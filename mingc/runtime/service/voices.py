@@ -95,7 +95,7 @@ class Voices:
         files = [
             manifest.files[path].sha256
             for stage in (stages.sampler, stages.vocoder)
-            for path in manifest.stages[stage].weights
+            for path in manifest.stages[stage].weights_files
         ]
         self._weights = hashlib.sha256(" ".join(files).encode()).hexdigest()
         self._network_path = (

@@ -1,4 +1,4 @@
-"""Weights files of an artifact: one per rank and stage, written by any worker process."""
+"""The weights of an artifact: of each stage and rank one folder of files, written by any worker process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mingc.export.weights.loading import write_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsFile:
-    """One weights file: a rank's weights without the submodules at the paths `omitted`."""
+class RankWeights:
+    """A rank's weights of a stage, without the submodules at the paths `omitted`."""
 
     stage: str
     shard: Shard
@@ -29,23 +29,23 @@ class WeightsFile:
 
     @property
     def path(self) -> str:
-        """Relative to the artifact."""
-        return f"weights/{self.name}.safetensors"
+        """Their folder, relative to the artifact."""
+        return f"weights/{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenFile:
-    """Time that writing a file took, and the peak memory of the process that wrote it."""
+class WrittenWeights:
+    """Time that writing took, and the peak memory of the process that wrote."""
 
     seconds: float
     peak_rss_bytes: int
 
 
-def weights_files(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) -> tuple[WeightsFile, ...]:
-    """One file per rank of `stage`, in rank order."""
+def rank_weights(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) -> tuple[RankWeights, ...]:
+    """The weights of each rank of `stage`, in rank order."""
     ranks = first_shard(stage, recipe).world_size
     return tuple(
-        WeightsFile(
+        RankWeights(
             stage=stage.name,
             shard=Shard(rank=rank, world_size=ranks),
             name=f"{stage.name}.rank{rank}" if stage.is_sharded else stage.name,
@@ -56,27 +56,29 @@ def weights_files(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) 
 
 
 @gives_memory_back()
-def write_file(file: WeightsFile, recipe: ExportRecipe, checkpoint: Checkpoint, folder: Path) -> WrittenFile:
-    """Write `file` into the artifact under construction in `folder`.
+def write_rank(
+    weights: RankWeights, recipe: ExportRecipe, checkpoint: Checkpoint, folder: Path
+) -> WrittenWeights:
+    """Write `weights` into the artifact under construction in `folder`.
 
     Raises: CheckpointError, ExportError.
     """
     started = time.perf_counter()
-    stage = find(file.stage)
+    stage = find(weights.stage)
     write_weights(
         checkpoint,
         stage,
         stage.config(checkpoint),
-        file.shard,
+        weights.shard,
         stage_options(recipe).dtype,
-        folder / file.path,
-        recipe.quantization(file.stage),
-        omitted=file.omitted,
+        folder / weights.path,
+        recipe.quantization(weights.stage),
+        omitted=weights.omitted,
         device=torch.device(recipe.device),
     )
-    return WrittenFile(seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes())
+    return WrittenWeights(seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes())
 
 
-def write_in_worker(file: WeightsFile, recipe: ExportRecipe, folder: Path) -> WrittenFile:
-    """`write_file` for a worker process, which opens the checkpoint itself."""
-    return write_file(file, recipe, open_source(recipe), folder)
+def write_in_worker(weights: RankWeights, recipe: ExportRecipe, folder: Path) -> WrittenWeights:
+    """`write_rank` for a worker process, which opens the checkpoint itself."""
+    return write_rank(weights, recipe, open_source(recipe), folder)

@@ -1,4 +1,4 @@
-"""Weights files written by worker processes: their bytes, and failed or interrupted exports."""
+"""Weights written by worker processes: their files and bytes, and failed or interrupted exports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mingc
+from mingc.artifacts.spec import Quantization
 from mingc.errors import CheckpointError
 from mingc.export.checkpoint import Checkpoint
 from mingc.export.plan import plan_export
@@ -30,8 +31,8 @@ from mingc.export.source import open_source
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.stages.thinker import STAGE
-from mingc.export.tasks.weights_file import weights_files, write_in_worker
-from mingc.export.weights.loading import write_weights
+from mingc.export.tasks.rank_weights import rank_weights, write_in_worker
+from mingc.export.weights.loading import load_module, weights_files, write_weights
 from mingc.verify.engine_run import run_engine
 
 _END_S = 60
@@ -56,9 +57,9 @@ def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
     with worker_pool(1) as pool:
         for recipe in recipes:
             checkpoint = open_source(recipe)
-            for rank, file in enumerate(weights_files(STAGE, recipe, ("head",))):
-                assert file.name == f"thinker.rank{rank}"
-                written = pool.submit(write_in_worker, file, recipe, tmp_path).result(_END_S)
+            for rank, weights in enumerate(rank_weights(STAGE, recipe, ("head",))):
+                assert weights.name == f"thinker.rank{rank}"
+                written = pool.submit(write_in_worker, weights, recipe, tmp_path).result(_END_S)
                 assert written.seconds > 0 and written.peak_rss_bytes > 10 << 20
                 expected = tmp_path / "expected"
                 write_weights(
@@ -71,7 +72,43 @@ def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
                     recipe.quantization("thinker"),
                     omitted=("head",),
                 )
-                assert (tmp_path / file.path).read_bytes() == expected.read_bytes()
+                [one], [other] = weights_files(tmp_path / weights.path), weights_files(expected)
+                assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_files_have_at_most_the_given_size_unless_one_weight_is_larger(
+    quantization: Quantization | None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    config, shard = STAGE.config(checkpoint), Shard(rank=1, world_size=2)
+
+    def write(name: str, **options: int) -> list[dict[str, torch.Tensor]]:
+        path = tmp_path / name
+        write_weights(checkpoint, STAGE, config, shard, torch.bfloat16, path, quantization, **options)
+        return [load_file(file) for file in weights_files(path)]
+
+    [whole] = write("whole")
+    limit = max(value.nbytes for value in whole.values()) - 1
+    parts = write("parts", file_bytes=limit)
+    assert [name for part in parts for name in part] == [*whole]
+    for part in parts:
+        for name, value in part.items():
+            assert value.dtype == whole[name].dtype and torch.equal(
+                value.view(torch.uint8), whole[name].view(torch.uint8)
+            )
+    sizes = [sum(value.nbytes for value in part.values()) for part in parts]
+    large = [index for index, size in enumerate(sizes) if size > limit]
+    assert large and len(parts) > len(large) + 1
+    assert all(len({name.removesuffix("_scale") for name in parts[index]}) == 1 for index in large)
+    # No file would have had room for the first weight of the next one.
+    firsts = [next(iter(part)) for part in parts[1:]]
+    for size, part, first in zip(sizes, parts[1:], firsts, strict=False):
+        assert size + sum(part[name].nbytes for name in (first, f"{first}_scale") if name in part) > limit
+    one, other = (
+        load_module(STAGE, config, shard, tmp_path / name, quantization) for name in ("whole", "parts")
+    )
+    for name, value in one.state_dict().items():
+        assert torch.equal(value.view(torch.uint8), other.state_dict()[name].view(torch.uint8)), name
 
 
 # Float weights that no export stores in its compute dtype: what they decide or sum up needs float32.
@@ -95,7 +132,7 @@ def test_a_bfloat16_export_keeps_some_weights_in_float32(
     stage = discover()[name]
     path = tmp_path / "weights"
     size = write_weights(checkpoint, stage, stage.config(checkpoint), Shard(), torch.bfloat16, path)
-    tensors = load_file(path)
+    tensors = load_file(path / "000.safetensors")
     assert size == sum(each.numel() * each.itemsize for each in tensors.values())
     floats = {key: value.dtype for key, value in tensors.items() if value.is_floating_point()}
     kept = {key for key, dtype in floats.items() if dtype == torch.float32}
