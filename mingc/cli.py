@@ -13,8 +13,8 @@ import click
 import cloup
 
 from mingc import __version__
-from mingc.console.command import INTERRUPTED, Group, HelpFormatter, usage_error
-from mingc.console.signals import clean_shutdown
+from mingc.console.command import Group, HelpFormatter, usage_error
+from mingc.console.signals import INTERRUPTED, clean_shutdown
 from mingc.errors import MingcError, unexpected
 
 COMMANDS = (

@@ -15,7 +15,6 @@ from mingc.bench.options import BenchOptions
 from mingc.bench.paths import PATHS
 from mingc.console.command import (
     FOUND_PROBLEMS,
-    INTERRUPTED,
     PATH,
     TEXT,
     Command,
@@ -25,6 +24,7 @@ from mingc.console.command import (
     option,
 )
 from mingc.console.progress import progress
+from mingc.console.signals import INTERRUPTED
 
 _DATA = [
     option(

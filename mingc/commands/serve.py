@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mingc.console.command import FOUND_PROBLEMS, INTERRUPTED, PATH, Command, common, declared, given, option
+from mingc.console.command import FOUND_PROBLEMS, PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
+from mingc.console.signals import INTERRUPTED
 from mingc.errors import ConfigError
 from mingc.media.options import MediaOptions
 from mingc.options import changed_words

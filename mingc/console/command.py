@@ -19,7 +19,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]
 
 FOUND_PROBLEMS = 3  # exit code of a command that ran to its end and found problems
-INTERRUPTED = 130  # by Ctrl-C or SIGTERM
 
 # Stand-ins for a blank and a hyphen at which a line must not end.
 _KEPT = {" ": "\u00a0", "-": "\u2011"}

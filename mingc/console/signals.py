@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -21,24 +22,29 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal
 _AGAIN_S = 0.05
 _LONGEST_IMPORT_S = 10.0  # torch takes 1 to 2 s, more from a cold disk
 SIGNAL_DEBOUNCE_S = 1.0  # signals within it are one request: `timeout` signals a process and its group
+CLEANING_LIMIT_S = 30.0
+INTERRUPTED = 130  # exit code of a command that ends by Ctrl-C or SIGTERM
 
 
 @contextmanager
 def clean_shutdown() -> Iterator[None]:
     """Inside the block, SIGINT, SIGTERM and SIGHUP kill worker processes and raise KeyboardInterrupt. Main thread only.
 
-    During an import they are deferred to its end, and raised again where a finalizer swallowed the exception. Later
-    signals: see `exit_on_later_signal`. A signal that is ignored stays ignored.
+    During an import they are deferred to its end, and raised again where a finalizer swallowed the exception. If the
+    block has not ended CLEANING_LIMIT_S later, the process exits as it stands. Later signals: see
+    `exit_on_later_signal`. A signal that is ignored stays ignored.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     is_signalled, first, last = False, 0.0, int(signal.SIGINT)
     waiting: list[threading.Timer] = []
 
+    def start(timer: threading.Timer) -> None:
+        timer.daemon = True
+        timer.start()
+        waiting[:] = [*(each for each in waiting if each.is_alive()), timer]
+
     def send_again(number: int) -> None:
-        again = threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number))
-        again.daemon = True
-        again.start()
-        waiting[:] = [*(each for each in waiting if each.is_alive()), again]
+        start(threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), number)))
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal is_signalled, first, last
@@ -52,6 +58,8 @@ def clean_shutdown() -> Iterator[None]:
         # A pool would wait for the running tasks of its workers: minutes for a compiler.
         for worker in multiprocessing.active_children():
             worker.kill()
+        # An interrupt can come just before a `with` statement has the lock that it took: who needs it waits for ever.
+        start(threading.Timer(CLEANING_LIMIT_S, os._exit, (INTERRUPTED,)))
         raise KeyboardInterrupt
 
     def take_unraisable(lost: UnraisableHookArgs) -> None:

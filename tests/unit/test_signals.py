@@ -54,7 +54,7 @@ def slow_to_clean():
         print("cleaning", flush=True)
         sys.stdin.readline()
 
-signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
+signals.SIGNAL_DEBOUNCE_S, signals.CLEANING_LIMIT_S = map(float, sys.argv[2:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with signals.clean_shutdown(), work_folder(Path(sys.argv[1]), "job-"), slow_to_clean():
@@ -174,7 +174,7 @@ def test_a_signal_to_the_job_alone_ends_its_workers_and_removes_its_folder(
 
 
 def test_a_request_that_comes_twice_does_not_cut_the_cleaning_short(tmp_path: Path) -> None:
-    with running(_CLEANING, tmp_path, 600) as job:
+    with running(_CLEANING, tmp_path, 600, 600) as job:
         job.terminate()
         said(job, "cleaning")
         job.terminate()
@@ -185,11 +185,19 @@ def test_a_request_that_comes_twice_does_not_cut_the_cleaning_short(tmp_path: Pa
 
 
 def test_a_later_signal_ends_a_job_as_it_stands(tmp_path: Path) -> None:
-    with running(_CLEANING, tmp_path, 0) as job:
+    with running(_CLEANING, tmp_path, 0, 600) as job:
         job.terminate()
         said(job, "cleaning")
         job.terminate()
         assert job.wait(timeout=60) == -signal.SIGTERM
+    assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
+
+
+def test_a_job_that_cannot_clean_up_ends_as_it_stands(tmp_path: Path) -> None:
+    with running(_CLEANING, tmp_path, 600, 0.1) as job:
+        job.terminate()
+        said(job, "cleaning")
+        assert job.wait(timeout=60) == 130
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
 
 
