@@ -84,7 +84,7 @@ class Backend(ABC):
         """Write the engine of `program` to `path`.
 
         The program is called with the inputs, the state and the shared weights of its graph, positionally, and
-        updates state in place. Its parameters and buffers are named `model.<name in the weights file>`; their values
+        updates state in place. Its parameters and buffers are named `model.<name in the weights files>`; their values
         are bound by the runtime and must not be part of the engine.
 
         Args:

@@ -23,7 +23,7 @@ class Engine(ABC):
 
     @abstractmethod
     def constants(self) -> Sequence[str]:
-        """Names of the weights that the engine needs, as in the weights file of the stage."""
+        """Names of the weights that the engine needs, as in the weights files of the stage."""
 
     @abstractmethod
     def bind(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from mingc.export.compile.kernel_sources import kernel_sources
 from mingc.host.machine import gpu_target
 from mingc.kernels.triton.moe_config import tuned_configs
 
-# Weights stay outside: one engine serves every rank, and several graphs share one weights file.
+# Weights stay outside: one engine serves every rank, and several graphs share the weights of a stage.
 # Inductor would bake vectors of up to 8 elements into the code, where another checkpoint's or rank's values belong.
 _OPTIONS: dict[str, Any] = {
     "aot_inductor.package_constants_in_so": False,

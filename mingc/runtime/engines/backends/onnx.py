@@ -116,7 +116,7 @@ class OnnxEngine(Engine):
         type_name, shape = self._signatures[name]
         if _TYPES.get(type_name) != weight.dtype or list(shape) != [*weight.shape]:
             raise ArtifactError(
-                f"the engine takes {name.removeprefix(_PREFIX)} as {type_name} {list(shape)}, the weights file has "
+                f"the engine takes {name.removeprefix(_PREFIX)} as {type_name} {list(shape)}, the weights files have "
                 f"{weight.dtype} {[*weight.shape]}",
                 where=str(self._path),
                 fix="engine and weights are of two exports: copy the artifact again, or export again",
