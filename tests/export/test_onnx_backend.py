@@ -409,7 +409,7 @@ def test_the_loader_binds_every_dtype_that_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda weight: weight.bfloat16(), r"\[5, 3\], the weights file has torch\.bfloat16 \[5, 3\]"),
+        (lambda weight: weight.bfloat16(), r"\[5, 3\], the weights files have torch\.bfloat16 \[5, 3\]"),
         (lambda weight: weight.int(), r"torch\.int32 \[5, 3\]"),
         (lambda weight: weight[:, :2], r"torch\.float32 \[5, 2\]"),
         (lambda weight: weight.flatten(), r"torch\.float32 \[15\]"),
