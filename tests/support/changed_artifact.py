@@ -22,7 +22,7 @@ def changed_artifact(artifact: Path, folder: Path, *, model: str) -> Path:
     files = dict(manifest.files)
 
     num_changed = 0
-    for file in manifest.stages["thinker"].weights:
+    for file in manifest.stages["thinker"].weights_files:
         tensors = load_file(folder / file)
         chosen = {name: -tensor for name, tensor in tensors.items() if "lm_head" in name}
         save_file({**tensors, **chosen}, folder / file)
