@@ -8,10 +8,10 @@ from typing import TextIO
 
 import click
 
-from mingc.console.command import FOUND_PROBLEMS, INTERRUPTED, PATH, Command, usage_error
+from mingc.console.command import FOUND_PROBLEMS, PATH, Command, usage_error
 from mingc.console.progress import step_logger
 from mingc.console.report import show, show_error
-from mingc.console.signals import clean_shutdown
+from mingc.console.signals import INTERRUPTED, clean_shutdown
 from mingc.errors import MingcError
 
 
