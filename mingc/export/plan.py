@@ -86,6 +86,11 @@ class ExportPlan:
         return sum(len(each.backends) * len(each.sizes) for each in self.graphs)
 
     @property
+    def weights_folders(self) -> dict[str, tuple[str, ...]]:
+        """The folders of all ranks' weights by stage, relative to the artifact."""
+        return {stage: tuple(rank.path for rank in ranks) for stage, ranks in self.weights.items()}
+
+    @property
     def is_measured(self) -> bool:
         """Whether engines of several backends may have to be timed."""
         return any(self.recipe.is_measured(stage.name) for stage in self.stages)

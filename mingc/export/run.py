@@ -245,18 +245,13 @@ def write_first_weights(plan: ExportPlan, folder: Path, step: ReportStep) -> Non
         step("weights", first.name, written.seconds)
 
 
-def _weights_paths(plan: ExportPlan) -> dict[str, tuple[str, ...]]:
-    """The folders of all ranks' weights by stage, relative to the artifact."""
-    return {stage: tuple(rank.path for rank in ranks) for stage, ranks in plan.weights.items()}
-
-
 def _stage_records(
     plan: ExportPlan,
     folder: Path,
     schedule: Schedule,
     kernel_configs: Mapping[str, tuple[TunedKernel, ...]],
 ) -> dict[str, StageRecord]:
-    weights = _weights_paths(plan)
+    weights = plan.weights_folders
     return {
         stage.name: StageRecord(
             is_sharded=stage.is_sharded,
@@ -316,7 +311,7 @@ def _float32_modules(plan: ExportPlan, folder: Path, stage_name: str, submodule:
     stage, config = find(stage_name), plan.configs[stage_name]
     if plan.recipe.quantization(stage_name) is None:
         return [float32_module(stage, config, plan.checkpoint, submodule=submodule)]
-    return stored_modules(plan.recipe, stage, config, folder, _weights_paths(plan)[stage_name], submodule)
+    return stored_modules(plan.recipe, stage, config, folder, plan.weights_folders[stage_name], submodule)
 
 
 def refusal_notes(results: Sequence[GraphResult]) -> list[str]:

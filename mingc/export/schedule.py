@@ -121,7 +121,7 @@ class Schedule:
     ) -> None:
         self._recipe, self._folder, self._replay, self._step = plan.recipe, folder, replay, step
         self._timer = timer
-        self._paths = {stage: tuple(rank.path for rank in each) for stage, each in plan.weights.items()}
+        self._paths = plan.weights_folders
         self._alone = {stage for stage in self._paths if plan.recipe.runs_alone(stage)}
         tasks = {
             graph.name: GraphTask(
