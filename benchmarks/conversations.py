@@ -16,7 +16,6 @@ import json
 import math
 import random
 import re
-import shlex
 import signal
 import statistics
 import sys
@@ -32,6 +31,7 @@ import httpx
 import msgspec
 import numpy as np
 from arguments import seconds, whole, wholes
+from served import serve
 
 from mingc.bench.clients import Target, Wishes, alternatives, merged
 from mingc.bench.figures import STREAMED_SPEECH, measures, playback
@@ -39,7 +39,6 @@ from mingc.bench.items import Listed, Synthetic
 from mingc.bench.load import Clients, Job
 from mingc.bench.records import Item, Load, Run
 from mingc.bench.traps import find_traps
-from mingc.console.serve_child import serve_child
 from mingc.errors import BenchError
 from mingc.export.assets.byte_tokenizer import word
 
@@ -56,7 +55,7 @@ _STREAMS, _STREAM_TOKENS = 16, 400
 _BEFORE_S = 3.0  # for which they stream before others come
 _LATE_PATCHES = "mingc_speech_underruns_total"
 _COUNTERS = (_LATE_PATCHES, "mingc_prefix_cache_hit_tokens_total", "mingc_encoder_cache_hits_total")
-_END_S = 30
+_PROSE_SERVER = Path(__file__).with_name("prose_server.py")
 
 
 class Writer:
@@ -105,27 +104,6 @@ class Writer:
 
     def _text(self, words: int) -> str:
         return "".join(f" {word(number)}" for number in self._draw.choices(_IDS, k=words))
-
-
-@contextmanager
-def serve(artifact: Path, more: str, log: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """A server as a child: its address, and seconds of the phases of its start. `more`: further words."""
-    words = [str(artifact), "--port", "0", "--json", "--drain-seconds", "0", *shlex.split(more)]
-    command = [sys.executable, str(Path(__file__).with_name("prose_server.py"))]
-    began = time.perf_counter()
-    with (
-        log.open("wb") as errors,
-        serve_child(words, stop_s=_END_S, log=errors, command=command) as (_, out),
-    ):
-        line = out.readline()
-        try:
-            ready = json.loads(line)
-            url = ready["url"]
-        except (ValueError, KeyError):
-            said = line + out.read() + log.read_bytes()[-3000:]
-            raise SystemExit(f"the server did not start:\n{said.decode(errors='replace')}") from None
-        whole_s = round(time.perf_counter() - began, 3)
-        yield url, ready["startup_s"] | {"from the start of the process": whole_s}
 
 
 class Measurement:
@@ -409,9 +387,9 @@ def main() -> None:
     given, began = harness.parse_args(make_parser()), time.perf_counter()
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
     clients = Clients(given.client_processes)  # they import while the server starts
-    with serve(given.artifact, given.serve, given.log) as (url, start):
-        about = {"serve": given.serve, "start_s": start, "weights_bytes": weights}
-        about["health"] = httpx.get(f"{url}/health").json()
+    with serve(given.artifact, given.serve, given.log, [sys.executable, str(_PROSE_SERVER)]) as served:
+        about = {"serve": given.serve, "start_s": served.start_s, "weights_bytes": weights}
+        about["health"] = httpx.get(f"{served.url}/health").json()
         print(json.dumps(about), flush=True)
 
         def keep(rows: list[Row]) -> None:
@@ -420,7 +398,7 @@ def main() -> None:
                 harness.write(given.json, harness.result("conversations", None, rows, gpus=gpus, **about))
 
         keep([{"case": "start"}])
-        with closing(Measurement(url, clients, given, keep, began + given.limit)) as measurement:
+        with closing(Measurement(served.url, clients, given, keep, began + given.limit)) as measurement:
             measurement.run()
 
 
