@@ -583,6 +583,9 @@ def test_weights_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
             found.view(torch.uint8) if name == "fp8" else found,
             tensor.view(torch.uint8) if name == "fp8" else tensor,
         )
+        at, offset = read.location(name)
+        held = at.read_bytes()[offset : offset + tensor.nbytes]
+        assert held == tensor.view(-1).view(torch.uint8).numpy().tobytes()
     with pytest.raises(SafetensorError):
         read.get_tensor("nowhere")
     for at, byte in ((0, 0xFF), (7, 0x7F), (8, 0)):

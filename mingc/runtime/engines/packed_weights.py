@@ -1,4 +1,4 @@
-"""Reads weights inside a packed bundle by memory mapping: the library safetensors opens only whole files.
+"""Maps weights inside a packed bundle, and finds their bytes: the library safetensors does neither.
 
 File format: 8 bytes with the length of the header, the header as JSON (name → dtype, shape, data_offsets), the data.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the library
 
 
 class PackedWeights:
-    """The tensors of one safetensors file inside a bundle, with the methods of `safe_open` that mingc uses.
+    """The tensors of a safetensors file, which a bundle may hold, with the methods of `safe_open` that mingc uses.
 
     Raises: SafetensorError when the header is damaged.
     """
 
     def __init__(self, region: FileRegion) -> None:
+        self._region = region
         self._content = region.mapped() if region.size_bytes else memoryview(b"")
         try:
             self._tensors, self._metadata, self._start = self._read_header()
@@ -61,6 +63,10 @@ class PackedWeights:
     def metadata(self) -> dict[str, str]:
         """Strings that the writer added."""
         return self._metadata
+
+    def location(self, name: str) -> tuple[Path, int]:
+        """The file on disk that holds the tensor `name`, and the tensor's offset in it."""
+        return self._region.path, self._region.offset + self._start + self._tensors[name][2]
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Map a tensor; its bytes are not read yet. Raises: SafetensorError for an unknown name."""

@@ -19,6 +19,7 @@ from mingc.dtypes import torch_dtype
 from mingc.errors import ArtifactError, ConfigError, IntegrityError
 from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine, Graph
+from mingc.runtime.engines.device_copies import copy_to_device
 from mingc.runtime.engines.packed_weights import PackedWeights
 from mingc.runtime.engines.random_layers import drawn_like
 
@@ -195,18 +196,27 @@ def rank_weight_bytes(artifact: Artifact, name: str, rank: int) -> int:
 def _read_weights(
     artifact: Artifact, record: StageRecord, device: torch.device, rank: int, left_out: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Read the weights of a rank: they are memory-mapped on the CPU, and copied once to any other device.
+    """Read the weights of a rank: they are memory-mapped on the CPU, and copied once to a GPU.
 
     Instances `left_out` are not read. A repeated layer gets its own random weights, so caches cannot flatter its timing
     and its router chooses other experts.
     """
     starts = tuple(join_path(instance, "") for instance in left_out)
-    with opened_weights(weights_regions(artifact, record, rank)) as files:
-        weights = {
-            name: file.get_tensor(name).to(device)
-            for name, file in files.items()
-            if not name.startswith(starts)
-        }
+    is_copied = device.type == "cuda"
+    with opened_weights(weights_regions(artifact, record, rank), located=is_copied) as files:
+        read = {name: file for name, file in files.items() if not name.startswith(starts)}
+        try:
+            weights = (
+                copy_to_device(read, device)
+                if is_copied
+                else {name: file.get_tensor(name) for name, file in read.items()}
+            )
+        except OSError as error:
+            raise IntegrityError(
+                f"the weights cannot be read: {error.strerror}",
+                where=str(error.filename or artifact.root),
+                fix="copy the artifact again, or export again",
+            ) from error
     for instance, source in record.repeated.items():
         if instance not in left_out:
             for name, value in _within(weights, source).items():
@@ -221,8 +231,12 @@ def weights_regions(artifact: Artifact, record: StageRecord, rank: int) -> list[
 
 
 @contextmanager
-def opened_weights(sources: Sequence[Path | FileRegion]) -> Iterator[dict[str, Any]]:
+def opened_weights(
+    sources: Sequence[Path | FileRegion], *, located: bool = False
+) -> Iterator[dict[str, Any]]:
     """Open the weights files of a rank. Yields each tensor's name with the open file, whose `get_tensor` reads it.
+
+    `located`: the files of `sources`, which are regions, have the method `location`, too.
 
     Raises: IntegrityError when a header is damaged.
     """
@@ -230,7 +244,7 @@ def opened_weights(sources: Sequence[Path | FileRegion]) -> Iterator[dict[str, A
     with ExitStack() as stack:
         for source in sources:
             try:
-                if isinstance(source, FileRegion) and not source.is_whole:
+                if isinstance(source, FileRegion) and (located or not source.is_whole):
                     file: Any = PackedWeights(source)
                 else:
                     path = source.path if isinstance(source, FileRegion) else source
