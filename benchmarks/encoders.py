@@ -142,7 +142,7 @@ def attend_to_all(q_BQHd: Tensor, k_BKHd: Tensor, v_BKHd: Tensor, segments: obje
 def plain(module: nn.Module, spec: GraphSpec) -> Run:
     """The module in plain torch; its dense mask is neither built nor used."""
     run = module_run(module, "encode", spec)
-    places = ("mingc.export.layers.vision_transformer", "mingc.export.stages.audio_encoder")
+    places = ("mingc.kernels.rotary_varlen_attention", "mingc.export.stages.audio_encoder")
     masks = ("mingc.export.stages.vision_encoder", "mingc.export.stages.audio_encoder")
 
     def patched(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from mingc.export.layers.vision_transformer import VisionBlock
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.layer_norm import add_layer_norm
 from mingc.kernels.linear import linear_gelu
+from mingc.kernels.rotary_varlen_attention import rotary_varlen_attention
 from mingc.kernels.rotate_packed import rotate_packed
 from mingc.kernels.varlen_attention import make_segments, varlen_attention
 
@@ -98,6 +99,35 @@ def test_large_scores_do_not_overflow() -> None:
     bounds = frames(299, -1)
     got = varlen_attention(40 * q, 40 * k, v, make_segments(bounds, q.flatten(2), 16))
     check(got, attend(40 * q, 40 * k, v, bounds))
+
+
+# More than 1,024 patches, which CUDA C++ rotates and attends to; the last block of 192 queries whole, partial, padding.
+@pytest.mark.parametrize(
+    "sizes",
+    [(1025,), (300, 77, 1, 500, -346), (4096,), (576,) * 3, (2500,), (130, -2400), (1000,) * 3, (1152, 4)],
+    ids=str,
+)
+def test_rotation_and_attention_of_large_images(sizes: tuple[int, ...]) -> None:
+    bounds = frames(*sizes)
+    count = bounds.shape[1]
+    qkv = 2 * torch.randn(count, 3, *VISION, device="cuda", dtype=torch.bfloat16)
+    angles = torch.rand(count, VISION[1] // 2, device="cuda") * 6
+    tables = angles.cos(), angles.sin()
+    segments = make_segments(bounds, qkv[None, :, 0].flatten(2), VISION[0])
+    q, k = rotate_packed(qkv, *tables)
+    expected = attend(q[None], k[None], qkv[None, :, 2], bounds)[0]
+    check(rotary_varlen_attention(qkv, *tables, segments), expected)
+
+
+def test_random_ranges_and_large_scores_of_a_large_image() -> None:
+    qkv = torch.randn(1500, 3, *VISION, device="cuda", dtype=torch.bfloat16)
+    qkv[:, :2] *= 40
+    tables = torch.ones(1500, VISION[1] // 2, device="cuda"), torch.zeros(1500, VISION[1] // 2, device="cuda")
+    start = torch.randint(0, 1500, (1, 1500, 1), device="cuda")
+    bounds = torch.cat((start, (start + torch.randint_like(start, 1, 1500)).clamp(max=1500)), -1)
+    q, k, v = (each[None] for each in qkv.unbind(1))
+    segments = make_segments(bounds, q.flatten(2), VISION[0])
+    check(rotary_varlen_attention(qkv, *tables, segments), attend(q, k, v, bounds)[0])
 
 
 @pytest.mark.parametrize("approximate", ["tanh", "none"])

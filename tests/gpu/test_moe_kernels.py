@@ -124,14 +124,29 @@ def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -
     assert torch.equal(before, after)
 
 
-def test_rows_beyond_a_block_get_the_same_bits() -> None:
+def test_splitting_rows_rounds_nothing() -> None:
+    """Down to 1/512 of a row's largest value; below, by up to 2^-16 of it."""
+    from mingc.kernels.triton.quantize_rows import split_rows  # needs Triton
+
+    x = (torch.randn(300, 640, device="cuda") * torch.logspace(-9, 9, 300, device="cuda")[:, None]).bfloat16()
+    x[5] = 0
+    parts, scale = split_rows(x)
+    value = parts.float().double().sum(1) * scale[:, None]
+    largest = x.double().abs().amax(1, keepdim=True)
+    is_small = x.double().abs() < largest / 512
+    assert torch.equal(value[~is_small], x.double()[~is_small])
+    assert ((value - x.double()).abs() <= largest * 2**-16).all()
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8"])
+def test_rows_beyond_a_block_get_the_same_bits(weight_format: str) -> None:
     """137 rows an expert: those beyond 128 share a block with the others, or have their own."""
     x = torch.randn(1100, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, choice = make("bf16", 256, EXPERTS), random_routing(1100)
+    experts, choice = make(weight_format, 256, EXPERTS), random_routing(1100)
     together = moe_experts(x, *choice, *experts)
     problem = moe_config.MoeProblem(
         kernel="grouped", tokens=1100, hidden_size=HIDDEN, intermediate_size=256, experts=EXPERTS, top_k=CHOSEN,
-        weight_format=moe_config.BF16,
+        weight_format=moe_config.BF16 if weight_format == "bf16" else moe_config.FP8,
     )  # fmt: skip
     assert moe_config.default_config(problem).extra_rows > 0
     with moe_config.use_tuned_configs({problem: replace(moe_config.default_config(problem), extra_rows=0)}):

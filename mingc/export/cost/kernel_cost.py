@@ -83,6 +83,13 @@ def _varlen_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     return KernelCost(flops=4 * rows * queries * heads * size * keys * share)
 
 
+def _rotary_varlen_attention(shapes: Shapes, arguments: Mapping[str, Any]) -> KernelCost:
+    """qkv (P, 3, H, d), bounds (1, S, 2)."""
+    tokens, _, heads, size = shapes["qkv"]
+    row = (1, tokens, heads, size)
+    return _varlen_attention({"q": row, "k": row, "bounds": shapes["bounds"]}, arguments)
+
+
 def _paged_decode_attention(shapes: Shapes, _: Mapping[str, Any]) -> KernelCost:
     """q (B, Hq, d), k_pages (KV, Hk, d): each query attends to the context and itself."""
     (batch, heads, size), (_, kv_heads, _) = shapes["q"], shapes["k_pages"]
@@ -203,6 +210,7 @@ KERNELS: Mapping[str, Rule] = {
     "paged_prefill_attention": _paged_prefill_attention,
     "sliding_window_attention": _sliding_window_attention,
     "quantize_rows": _elementwise,
+    "rotary_varlen_attention": _rotary_varlen_attention,
     "rotate_packed": _elementwise,
     "route_hidden": _route_hidden,
     "sample_tokens": _elementwise,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mingc.export.layers.residual import add_norm
 from mingc.kernels.linear import linear_gelu
-from mingc.kernels.rotate_packed import rotate_packed
-from mingc.kernels.varlen_attention import Segments, varlen_attention
+from mingc.kernels.rotary_varlen_attention import rotary_varlen_attention
+from mingc.kernels.varlen_attention import Segments
 
 _NORM_EPS = 1e-6  # spec: vision.md §6; not in the config
 
@@ -29,9 +29,8 @@ class VisionAttention(nn.Module):
         """x: (P, W); cos, sin: (P, R) float32; frames: segments of one sequence of P keys. Returns (P, W)."""
         num_patches, width = x_PW.shape
         qkv_P3Hd = self.qkv(x_PW).view(num_patches, 3, self.num_heads, width // self.num_heads)
-        q_PHd, k_PHd = rotate_packed(qkv_P3Hd, cos_PR, sin_PR)
-        out_1PHd = varlen_attention(q_PHd[None], k_PHd[None], qkv_P3Hd[None, :, 2], frames)
-        mixed: Tensor = self.proj(out_1PHd.reshape(num_patches, width))
+        out_PHd = rotary_varlen_attention(qkv_P3Hd, cos_PR, sin_PR, frames)
+        mixed: Tensor = self.proj(out_PHd.reshape(num_patches, width))
         return mixed
 
 

@@ -102,24 +102,26 @@ def default_config(problem: MoeProblem) -> MoeConfig:
 def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
     """Configuration of grouped GEMMs with blocks of `block_m` pairs."""
     size, weight_format = problem.intermediate_size, problem.weight_format
-    extra_rows, down = 0, None
+    extra_rows, config, down = 0, KernelConfig(block_n=128, block_k=128), None
     if weight_format == BF16 and block_m == 128:
         extra_rows, config = 32, KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4)
         if size <= 256:
             # A tile takes few steps: of two programs on a multiprocessor one then stores while the other loads.
             down = KernelConfig(block_n=128, block_k=64, num_warps=8, num_stages=3)
+    elif weight_format == FP8 and block_m == 128:
+        extra_rows, config = 32, KernelConfig(block_n=256, block_k=128, num_warps=8, num_stages=3)
+        down = KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4)
+    elif weight_format == FP8 and block_m == 64:
+        config = KernelConfig(block_n=256, block_k=128, num_warps=4, num_stages=2)
     elif block_m == 128:
-        block_k = 64 if weight_format == INT4 else 128
-        config = KernelConfig(block_n=128, block_k=block_k, num_warps=8, num_stages=4)
+        config = KernelConfig(block_n=128, block_k=64, num_warps=8, num_stages=4)
     elif block_m == 64:
-        config = KernelConfig(block_n=128, block_k=128 if weight_format == FP8 else 64)
-    else:
-        config = KernelConfig(block_n=128, block_k=128)
+        config = KernelConfig(block_n=128, block_k=64)
     return MoeConfig(
         block_m=block_m,
         up=fit_to(config, 2 * size, problem.hidden_size),
         down=fit_to(down or config, problem.hidden_size, size),
-        swap_operands=weight_format != BF16 or block_m < 64,
+        swap_operands=weight_format == INT4 or block_m < 64,
         extra_rows=extra_rows,
     )
 
@@ -132,8 +134,8 @@ def fit_to(config: KernelConfig, n: int, k: int) -> KernelConfig:
 def _block_m(problem: MoeProblem) -> int:
     """By the mean number of pairs of an expert."""
     mean = problem.tokens * problem.top_k // problem.experts
-    if mean >= 64:
-        return 128 if problem.weight_format == BF16 else 64
+    if mean >= (128 if problem.weight_format == FP8 else 64):
+        return 64 if problem.weight_format == INT4 else 128
     if mean < 16:
         return 16
     return 32 if problem.weight_format == INT4 else 64

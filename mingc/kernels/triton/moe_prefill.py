@@ -5,6 +5,10 @@ each block of the grouped GEMMs. Everything stays on the device; grids are stati
 need exit at once. With EXTRA an expert's last block may hold up to that many rows more than BLOCK_M: they share the
 weights that the other rows read, which a separate block would read again.
 
+FP8 weights are multiplied as they are stored: rows are split into two FP8 values (`mingc_split_rows`), with the same
+result as in bfloat16. Two products of FP8 take the tensor cores as long as one of bfloat16, no weight is converted, and
+a weight takes half the memory. One FP8 value a row would be ten times as inaccurate as bfloat16.
+
 Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
 
@@ -16,13 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, select_config
-from mingc.kernels.triton.weight_formats import (
-    FP16_SCALE,
-    activate,
-    as_operand,
-    unpack_int4,
-    weight_format_of,
-)
+from mingc.kernels.triton.quantize_rows import split_rows
+from mingc.kernels.triton.weight_formats import activate, as_operand, unpack_int4, weight_format_of
 
 _SORT_TOKENS = 16
 _OFFSET_EXPERTS = 8  # experts of a program, which keeps their counts of all blocks in registers
@@ -119,9 +118,10 @@ def _gemm(
     DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows at `xs` (BLOCK_M,) by weight rows at `ws` (BLOCK_N,): (BLOCK_M, BLOCK_N) float32, scaled.
+    """Multiply rows at `xs` (BLOCK_M,) by weight rows at `ws` (BLOCK_N,): (BLOCK_M, BLOCK_N) float32.
 
-    SWAP makes the weights the operand that tensor cores read from registers, where quantized ones are converted.
+    SWAP makes the weights the operand that tensor cores read from registers, where INT4 is unpacked.
+    FP8: a row has two parts of DEPTH values; weights and rows are not yet scaled.
     INT4: as in `moe_decode`, even columns of x come first and DEPTH counts bytes; it needs SWAP.
     """
     shape: tl.constexpr = [BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N]
@@ -143,21 +143,20 @@ def _gemm(
         xs = xs[:, None] + k[None, :]
         ws = ws[:, None] + k[None, :]
         for begin in range(0, DEPTH, BLOCK_K):
-            a = tl.load(xs + begin, mask=mask, other=0.0)
-            w = tl.load(ws + begin).to(a.dtype)
-            total = tl.dot(w, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(w), total)
-    total = tl.trans(total) if SWAP else total
-    if FORMAT == 1:
-        total *= tl.load(scales)[None, :] * FP16_SCALE
-    return total
+            w = tl.load(ws + begin)
+            for part in tl.static_range(2 if FORMAT == 1 else 1):
+                a = tl.load(xs + part * DEPTH + begin, mask=mask, other=0.0)
+                total = tl.dot(w, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(w), total)
+    return tl.trans(total) if SWAP else total
 
 
 @triton.jit
 def _gemm_with_extra(
     xs, extra_xs, ws, is_extra,
-    DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA: tl.constexpr,
+    DEPTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows at `xs` (BLOCK_M,) and at `extra_xs` (EXTRA,) by weight rows at `ws` (BLOCK_N,).
+    """Multiply rows at `xs` (BLOCK_M,) and at `extra_xs` (EXTRA,) by weight rows at `ws` (BLOCK_N,), as `_gemm` does.
 
     Returns float32 (BLOCK_M, BLOCK_N) and (BLOCK_N, EXTRA).
 
@@ -170,11 +169,12 @@ def _gemm_with_extra(
     extra_xs = extra_xs[:, None] + k[None, :]
     ws = ws[:, None] + k[None, :]
     for begin in range(0, DEPTH, BLOCK_K):
-        a = tl.load(xs + begin)
         w = tl.load(ws + begin)
-        b = tl.load(extra_xs + begin, mask=is_extra[:, None], other=0.0)
-        total = tl.dot(a, tl.trans(w), total)
-        extra = tl.dot(w, tl.trans(b), extra)
+        for part in tl.static_range(2 if FORMAT == 1 else 1):
+            a = tl.load(xs + part * DEPTH + begin)
+            b = tl.load(extra_xs + part * DEPTH + begin, mask=is_extra[:, None], other=0.0)
+            total = tl.dot(a, tl.trans(w), total)
+            extra = tl.dot(w, tl.trans(b), extra)
     return total, extra
 
 
@@ -188,13 +188,22 @@ def _rows_of(table, block, MAX_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _scaled(total, row_scales, scales, is_row):
+    """Products of FP8 values, with the scales of rows and weights."""
+    return total * tl.load(row_scales, mask=is_row, other=0.0)[:, None] * tl.load(scales)[None, :]
+
+
+@triton.jit
 def mingc_moe_grouped_up(
-    x, order, table, gate_up, gate_up_scale, hidden,
+    x, x_scale, order, table, gate_up, gate_up_scale, hidden,
     K: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr,
     EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of the sorted rows: x (T, D) → hidden (R, F). DEPTH is D as stored."""
+    """silu(gate) * up of the sorted rows: x (T, D) → hidden (R, F). DEPTH is D as stored.
+
+    FP8: x (T, 2, D) and x_scale (T,) from `mingc_split_rows`.
+    """
     block = tl.program_id(1)
     expert = tl.load(table + block)
     if expert < 0:
@@ -207,7 +216,8 @@ def mingc_moe_grouped_up(
     column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     dtype = hidden.dtype.element_ty
     groups: tl.constexpr = DEPTH // 64 if FORMAT == 2 else 1
-    xs = x + token * D
+    width: tl.constexpr = 2 * D if FORMAT == 1 else D
+    xs = x + token * width
     ws = gate_up + expert.to(tl.int64) * (2 * F * DEPTH) + n * DEPTH
     scales = gate_up_scale + (expert * (2 * F) + n) * groups
     if EXTRA > 0:
@@ -216,9 +226,12 @@ def mingc_moe_grouped_up(
             is_extra = extra_row < end
             extra_token = tl.load(order + extra_row, mask=is_extra, other=0) // K
             total, extra = _gemm_with_extra(
-                xs, x + extra_token * D, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
+                xs, x + extra_token * width, ws, is_extra, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
             )
-            gate, up = tl.split(tl.reshape(tl.trans(extra), [EXTRA, BLOCK_N // 2, 2]))
+            extra = tl.trans(extra)
+            if FORMAT == 1:
+                extra = _scaled(extra, x_scale + extra_token, scales, is_extra)
+            gate, up = tl.split(tl.reshape(extra, [EXTRA, BLOCK_N // 2, 2]))
             extra_activated = activate(gate, up, dtype).to(dtype)
             tl.store(
                 hidden + extra_row[:, None] * F + column[None, :], extra_activated, mask=is_extra[:, None]
@@ -227,22 +240,25 @@ def mingc_moe_grouped_up(
             total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     else:
         total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
-    gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
-    activated = activate(gate, up, tl.bfloat16 if FORMAT == 1 else dtype)
     if FORMAT == 1:
-        activated = tl.clamp(activated * (1 / FP16_SCALE), -65504.0, 65504.0)
+        total = _scaled(total, x_scale + token, scales, is_row)
+    gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+    activated = activate(gate, up, dtype).to(dtype)
     if FORMAT == 2:
         column = (column % 2) * (F // 2) + column // 2
-    tl.store(hidden + row[:, None] * F + column[None, :], activated.to(dtype), mask=is_row[:, None])
+    tl.store(hidden + row[:, None] * F + column[None, :], activated, mask=is_row[:, None])
 
 
 @triton.jit
 def mingc_moe_grouped_down(
-    hidden, order, table, down, down_scale, outputs,
+    hidden, hidden_scale, order, table, down, down_scale, outputs,
     D: tl.constexpr, DEPTH: tl.constexpr, F: tl.constexpr, MAX_BLOCKS: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """hidden (R, F), sorted → outputs (R, D) in the order of the pairs. DEPTH is F as stored."""
+    """hidden (R, F), sorted → outputs (R, D) in the order of the pairs. DEPTH is F as stored.
+
+    FP8: hidden (R, 2, F) and hidden_scale (R,) from `mingc_split_rows`.
+    """
     block = tl.program_id(1)
     expert = tl.load(table + block)
     if expert < 0:
@@ -252,7 +268,8 @@ def mingc_moe_grouped_down(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype = outputs.dtype.element_ty
     groups: tl.constexpr = DEPTH // 64 if FORMAT == 2 else 1
-    xs = hidden + row * F
+    width: tl.constexpr = 2 * F if FORMAT == 1 else F
+    xs = hidden + row * width
     ws = down + expert.to(tl.int64) * (D * DEPTH) + n * DEPTH
     scales = down_scale + (expert * D + n) * groups
     if EXTRA > 0:
@@ -261,14 +278,19 @@ def mingc_moe_grouped_down(
             is_extra = extra_row < end
             extra_pair = tl.load(order + extra_row, mask=is_extra, other=0)
             total, extra = _gemm_with_extra(
-                xs, hidden + extra_row * F, ws, is_extra, DEPTH, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
+                xs, hidden + extra_row * width, ws, is_extra, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, EXTRA
             )
+            extra = tl.trans(extra)
+            if FORMAT == 1:
+                extra = _scaled(extra, hidden_scale + extra_row, scales, is_extra)
             extra_target = outputs + extra_pair.to(tl.int64)[:, None] * D + n[None, :]
-            tl.store(extra_target, tl.trans(extra).to(dtype), mask=is_extra[:, None])
+            tl.store(extra_target, extra.to(dtype), mask=is_extra[:, None])
         else:
             total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
     else:
         total = _gemm(xs, ws, scales, is_row, DEPTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
+    if FORMAT == 1:
+        total = _scaled(total, hidden_scale + row, scales, is_row)
     target = outputs + pair.to(tl.int64)[:, None] * D + n[None, :]
     tl.store(target, total.to(dtype), mask=is_row[:, None])
 
@@ -289,7 +311,6 @@ def moe_prefill(
     experts, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
     weight_format = weight_format_of(gate_up)
     per_item = 2 if weight_format == INT4 else 1
-    hidden_dtype = torch.float16 if weight_format == FP8 else x.dtype
     pairs = tokens * top_k
     config = select_config(
         MoeProblem(
@@ -300,7 +321,7 @@ def moe_prefill(
     sort_blocks = triton.cdiv(tokens, _SORT_TOKENS)
     max_blocks = min(pairs, triton.cdiv(pairs, config.block_m) + experts)
     out = torch.empty_like(x)
-    x = as_operand(x, weight_format)
+    rows, row_scales = _operand(x, weight_format)
     counts = torch.empty(sort_blocks, experts, dtype=torch.int32, device=x.device)
     table = torch.empty(3, triton.next_power_of_2(max_blocks), dtype=torch.int32, device=x.device)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
@@ -317,17 +338,19 @@ def moe_prefill(
         ids, counts, totals, order, table, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, BLOCK_M=config.block_m,
         EXTRA=config.extra_rows, MAX_BLOCKS=table.shape[1], num_warps=4,
     )  # fmt: skip
-    hidden = torch.empty(pairs, intermediate_size, dtype=hidden_dtype, device=x.device)
+    hidden = torch.empty(pairs, intermediate_size, dtype=x.dtype, device=x.device)
     shared_args = {"MAX_BLOCKS": table.shape[1], "BLOCK_M": config.block_m, "EXTRA": config.extra_rows}
     torch.library.wrap_triton(mingc_moe_grouped_up)[(2 * intermediate_size // config.up.block_n, max_blocks)](
-        x, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shared_args,
+        rows, row_scales, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shared_args,
         K=top_k, D=hidden_size, DEPTH=hidden_size // per_item, F=intermediate_size, FORMAT=weight_format,
         SWAP=config.swap_operands, BLOCK_N=config.up.block_n, BLOCK_K=config.up.block_k,
         num_warps=config.up.num_warps, num_stages=config.up.num_stages,
     )  # fmt: skip
+    # The first GEMM has stored INT4's columns in their order.
+    rows, row_scales = (hidden, hidden) if weight_format == INT4 else _operand(hidden, weight_format)
     outputs = torch.empty(pairs, hidden_size, dtype=out.dtype, device=x.device)
     torch.library.wrap_triton(mingc_moe_grouped_down)[(hidden_size // config.down.block_n, max_blocks)](
-        hidden, order, table, down, x if down_scale is None else down_scale, outputs, **shared_args,
+        rows, row_scales, order, table, down, x if down_scale is None else down_scale, outputs, **shared_args,
         D=hidden_size, DEPTH=intermediate_size // per_item, F=intermediate_size, FORMAT=weight_format,
         SWAP=config.swap_operands, BLOCK_N=config.down.block_n, BLOCK_K=config.down.block_k,
         num_warps=config.down.num_warps, num_stages=config.down.num_stages,
@@ -338,3 +361,8 @@ def moe_prefill(
         HAS_SHARED=shared is not None, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _operand(x: Tensor, weight_format: int) -> tuple[Tensor, Tensor]:
+    """Rows (M, K) as a GEMM with weights of this format needs them, and what it needs for their scales."""
+    return split_rows(x) if weight_format == FP8 else (as_operand(x, weight_format), x)

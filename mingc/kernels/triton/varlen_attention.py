@@ -18,7 +18,6 @@ class _Config:
     block_n: int  # keys of a step
     num_warps: int
     num_stages: int
-    is_ahead: bool = False
 
 
 @triton.jit
@@ -58,12 +57,9 @@ def _score(
 def mingc_varlen_attention(
     q, k, v, bounds, out, num_queries, num_keys, q_stride, k_stride, v_stride, bounds_stride,
     HEADS: tl.constexpr, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two.
-
-    With AHEAD the scores of the next keys are computed while the softmax of the current ones is, which takes registers.
-    """
+    """BLOCK_M queries of one head per program, BLOCK_N keys per step; a head is MAIN + REST dims, powers of two."""
     head = tl.program_id(1) % HEADS
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -95,18 +91,9 @@ def mingc_varlen_attention(
     num_common = tl.maximum(tl.min(end, 0) - common, 0) // BLOCK_N
     offset = tl.arange(0, BLOCK_N)
     is_whole = tl.full([BLOCK_N], 1, tl.int1)
-    if AHEAD:
-        key = common + offset
-        following = _score(q0, q1, k, k_stride, key, key < num_keys, MAIN, REST, SIZE)
     for block in range(0, num_common):
         key = common + block * BLOCK_N + offset
-        if AHEAD:
-            scores = following
-            # The last block computes its own scores again.
-            ahead = common + tl.minimum(block + 1, num_common - 1) * BLOCK_N + offset
-            following = _score(q0, q1, k, k_stride, ahead, is_whole, MAIN, REST, SIZE)
-        else:
-            scores = _score(q0, q1, k, k_stride, key, is_whole, MAIN, REST, SIZE)
+        scores = _score(q0, q1, k, k_stride, key, is_whole, MAIN, REST, SIZE)
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(top - higher)
@@ -167,7 +154,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
         q, k, v, bounds, out, queries, k.shape[1], q.stride(1), k.stride(1), v.stride(1),
         2 if bounds.shape[1] > 1 else 0,
         HEADS=heads, SIZE=size, MAIN=main, REST=rest, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        AHEAD=config.is_ahead, num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
@@ -190,10 +177,7 @@ def _config(queries: int, *, has_rest: bool) -> _Config:
         return _Config(block_m=64, block_n=64, num_warps=4, num_stages=3)
     if queries <= 2048:
         return _Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
-    if queries <= 8192 or not has_rest:
-        return _Config(block_m=128, block_n=64, num_warps=4, num_stages=3)
-    # Large images. These blocks are too large for the short frames of a video, whose calls have at most 8,192 patches.
-    return _Config(block_m=256, block_n=64, num_warps=16, num_stages=3, is_ahead=True)
+    return _Config(block_m=128, block_n=64, num_warps=4, num_stages=3)
 
 
 def _main_size(size: int) -> int:

@@ -1,8 +1,8 @@
 """Arithmetic on stored weights: the operands of their GEMMs, unpacking INT4, SwiGLU.
 
-Two FP8 values convert to float16 in one instruction, but one to bfloat16 takes several. FP8 weights are therefore
-multiplied by float16 activations, which are divided by `FP16_SCALE`: their range then reaches a million, with the
-precision of bfloat16 down to 1e-3.
+Two FP8 values convert to float16 in one instruction, but one to bfloat16 takes several. For few tokens FP8 weights are
+therefore multiplied by float16 activations, which are divided by `FP16_SCALE`: their range then reaches a million, with
+the precision of bfloat16 down to 1e-3.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-import mingc.kernels.cuda.flow_sampler  # noqa: F401  (registers ops that engines call by name)
+import mingc.kernels.cuda.flow_sampler
+import mingc.kernels.cuda.varlen_attention  # noqa: F401  (both register ops that engines call by name)
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."
