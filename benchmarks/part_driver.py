@@ -136,6 +136,8 @@ def python_path() -> str:
 
 
 def write_whole(path: Path, value: Any) -> None:
+    """Write `value` as JSON, with null for infinite numbers and NaN, which JSON lacks."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    strict = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    partial.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
     partial.rename(path)

@@ -183,8 +183,9 @@ def metrics_page() -> str:
 
 
 def backends_page() -> str:
-    """docs/backends.md with its table of stages."""
-    return _with_table("backends.md", "support", _support_rows())
+    """docs/backends.md with its tables of stages and of TensorRT's engines."""
+    text = _with_table("backends.md", "support", _support_rows())
+    return _with_table("backends.md", "tensorrt", _tensorrt_rows(), text)
 
 
 def deployment_page() -> str:
@@ -238,8 +239,8 @@ def _field_rows() -> list[str]:
     ]
 
 
-def _with_table(page: str, name: str, rows: list[str]) -> str:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+def _with_table(page: str, name: str, rows: list[str], text: str = "") -> str:
+    text = text or (ROOT / "docs" / page).read_text(encoding="utf-8")
     start, end = text.index(f"<!-- {name}:"), text.index(f"<!-- /{name} -->")
     head = text[start : text.index("\n", start) + 1]
     return text[:start] + head + "\n".join(["", *rows, "", text[end:]])
@@ -315,7 +316,13 @@ def _support_rows() -> list[str]:
             if _stage_of(row["graph"]) in _IMAGE_STAGES
         ),
     ]
-    released, served = _figures(_latest("backends-released-cpu")), _figures(_latest("tensorrt-tiny-h200"))
+    released, on_h200 = _figures(_latest("backends-released-cpu")), _figures(_latest("tensorrt-tiny-h200"))
+    served = {
+        part.partition("=")[0]
+        for row in on_h200
+        if row["name"] == "served" and row["samples"]
+        for part in row["engines"].split(",")
+    }
 
     def errors(stage: str, backend: str, rows: list[dict[str, Any]]) -> str:
         found = [
@@ -336,9 +343,10 @@ def _support_rows() -> list[str]:
         gpus = [_latest(start).name for start, stages in _ON_GPU.items() if stage in stages]
         exported = {
             each["case"]: each["median"]
-            for each in served
+            for each in on_h200
             if each["name"] == "error" and _stage_of(each["case"].removeprefix("tiny ")) == stage
         }
+        done = "exported, verified, served" if stage in served else "exported and verified"
         cells = (
             f"`{stage}`",
             f"measured (`{gpus[0]}`)" if gpus else "–",
@@ -346,8 +354,50 @@ def _support_rows() -> list[str]:
             errors(stage, "aoti", released),
             errors(stage, "onnx", tiny),
             errors(stage, "onnx", released),
-            f"{len(exported)} exported and verified, {max(exported.values()):.1e}" if exported else "–",
+            f"{len(exported)} {done}, {max(exported.values()):.1e}" if exported else "–",
             _onnx_on_h100(stage),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+# Cases of the result file, and their sizes in words.
+_TENSORRT_CASES = {
+    "cfm.sample-B1-2layers": "1 request, 2 layers",
+    "cfm.aggregate-N128-2layers": "128 rows, 2 layers",
+    "cfm.speaker-N8-2layers": "8 rows",
+    "talker.step-B1-4layers": "1 request, 4 layers",
+    "talker.prefill-T256-4layers": "256 tokens, 4 layers",
+    "audio_vae.stream-B1-4layers": "1 request, 4 layers",
+    "audio_vae.decode-L64-4layers": "64 latents, 4 layers",
+    "audio_vae.encode-T32-4layers": "32 latents, 4 layers",
+    "audio_encoder.encode-N1-T4375-4layers": "15 s, 4 layers",
+    "vision_encoder.encode-M1024-4layers": "4,096 patches, 4 layers",
+}
+
+
+def _tensorrt_rows() -> list[str]:
+    """Engines of TensorRT and AOTInductor of the released dims, and plain torch, from one run."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {
+        (row["name"], row["case"].removeprefix("released-bfloat16-"), row["backend"]): row
+        for row in _figures(_latest("tensorrt-released-h200"))
+    }
+    lines = [
+        "| graph | TensorRT ms | AOTInductor ms | torch ms | error, TensorRT | error, AOTInductor | limit "
+        "| build s, TensorRT | AOTInductor | MB, TensorRT | AOTInductor |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for case, words in _TENSORRT_CASES.items():
+        engines = ("tensorrt", "aoti")
+        errors = [found["error", case, backend] for backend in engines]
+        built = [found["build_s", case, backend] for backend in engines]
+        cells = (
+            f"`{case.partition('-')[0]}`, {words}",
+            *(f"{found['latency_ms', case, backend]['median']:.3f}" for backend in (*engines, "torch")),
+            *(f"{row['median']:.3f}" if row["finite"] else "not finite" for row in errors),
+            f"{errors[0]['tolerance']:.3f}",
+            *(f"{row['median']:.0f}" for row in built),
+            *(f"{row['bytes'] / 1e6:.1f}" for row in built),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -113,6 +113,21 @@ def test_results_are_written_after_every_part_and_a_part_has_a_limit(driver: Any
     assert rows["command", "auto-export"]["median"] == 0 and rows["command", "auto-export"]["seconds"] == 3
 
 
+def test_an_infinite_error_is_null_in_files(driver: Any, tmp_path: Path) -> None:
+    engines = {"tensorrt": {"error": float("inf"), "finite": False, "load_and_first_run_ms": 9.0}}
+    driver.keep("measure-g", {"engines": engines, "limit": 0.03})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    results, result = (
+        json.loads((tmp_path / name).read_text(), parse_constant=refuse)
+        for name in ("results.json", "result.json")
+    )
+    assert results["measure-g"]["engines"]["tensorrt"]["error"] is None
+    assert (result["figures"][0]["median"], result["figures"][0]["finite"]) == (None, False)
+
+
 def test_a_measured_case_becomes_rows_of_the_result_file() -> None:
     ms = {"median": 1.0, "p95": 2.0, "min": 0.5, "n": 40}
     engines = {
