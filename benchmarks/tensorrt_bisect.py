@@ -2,11 +2,18 @@
 
     python benchmarks/tensorrt_bisect.py --graph vision_encoder.encode --sizes M=1024 --output DIR [--layers 2]
 
-First every kind of operator is tried alone, on inputs that torch computes. Then the first operator is searched up to
-which a prefix of the graph fails, and the fewest operators before it whose inputs, computed by torch, still make it
-fail. Each trial builds a plan, runs it and compares the last value with torch's (3 % with values in bfloat16, else
-0.01 %), in one of `--jobs` processes with a limit. DIR gets `trials.jsonl` as they end, `alone.json`, and the smallest
-program as `smallest.pt2` and `smallest.json`, with what happened. The exit code is 0 if nothing fails, else 1.
+First the first operator is searched up to which a prefix of the graph fails, then the fewest operators before it whose
+inputs, computed by torch, still make it fail, then every kind of operator is tried alone. Each trial builds a plan,
+runs it and compares the last value with torch's (3 % with values in bfloat16, else 0.01 %), in one of `--jobs`
+processes with a limit. A program that fails is tried again in a fresh process, because an earlier one may have damaged
+the first.
+
+DIR gets every trial as it ends (`trials.jsonl`), the smallest failing program so far (`smallest.pt2` and
+`smallest.json`, with what happened), and at last `alone.json`; so a run that is cut off leaves what it found. The exit
+code is 0 if nothing fails, else 1. With `LD_PRELOAD=libc_malloc_debug.so.0 MALLOC_CHECK_=3` glibc (2.34 or later) also
+finds small writes beyond an allocation.
+
+`--backend onnx --target cpu --dtype float32 --config tiny --sizes M=16` rehearses it without a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import queue
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +41,8 @@ Values = dict[fx.Node, Any]
 Part = tuple[fx.GraphModule, list[Tensor]]
 Fails = Callable[[Sequence[Part]], list[str | None]]
 """What is wrong with each of several programs on its inputs; they may run side by side."""
+Keep = Callable[[fx.GraphModule, list[Tensor], str], None]
+"""Called with each smaller program that fails, its inputs and what happened."""
 _REFUSED = "refused: "
 
 
@@ -103,7 +113,11 @@ def alone(module: fx.GraphModule, given: Sequence[Tensor], fails: Fails) -> list
 
 
 def smallest(
-    module: fx.GraphModule, given: Sequence[Tensor], fails: Fails, ways: int = 1
+    module: fx.GraphModule,
+    given: Sequence[Tensor],
+    fails: Fails,
+    ways: int = 1,
+    keep: Keep = lambda part, inputs, reason: None,
 ) -> tuple[fx.GraphModule, list[Tensor], str] | None:
     """The smallest failing part of `module`, its inputs and what happened; None when no prefix fails.
 
@@ -117,30 +131,31 @@ def smallest(
         if isinstance(values[node], Tensor) and values[node].is_floating_point()
     ]
 
-    def search(
-        low: int, high: int, last: Callable[[int], int], count: Callable[[int], int]
-    ) -> tuple[int, str]:
-        """The first place that fails, where `high` is known to."""
-        reason = ""
-        while low < high:
-            places = sorted({low + (high - low) * each // (ways + 1) for each in range(1, ways + 1)})
-            found = fails([cut(module, values, last(each), count(each))[:2] for each in places])
-            alike = [each and each.startswith(_REFUSED) == overall.startswith(_REFUSED) for each in found]
-            bad = next((index for index, each in enumerate(alike) if each), len(places))
-            if bad < len(places):
-                high, reason = places[bad], str(found[bad])
-            low = places[bad - 1] + 1 if bad else low
-        return high, reason
-
-    (reason,) = fails([cut(module, values, ends[-1], len(nodes))[:2]])
+    whole, inputs, _ = cut(module, values, ends[-1], len(nodes))
+    (reason,) = fails([(whole, inputs)])
     if reason is None:
         return None
-    overall = reason
-    place, first = search(0, len(ends) - 1, ends.__getitem__, lambda _: len(nodes))
-    last = ends[place]
-    count, second = search(1, last + 1, lambda _: last, lambda each: each)
-    part, inputs, _ = cut(module, values, last, count)
-    return part, inputs, second or first or overall
+    is_refused, best = reason.startswith(_REFUSED), (whole, inputs, reason)
+    keep(*best)
+
+    def search(low: int, high: int, last: Callable[[int], int], count: Callable[[int], int]) -> int:
+        """The first place that fails, where `high` is known to."""
+        nonlocal best
+        while low < high:
+            places = sorted({low + (high - low) * each // (ways + 1) for each in range(1, ways + 1)})
+            parts = [cut(module, values, last(each), count(each))[:2] for each in places]
+            found = fails(parts)
+            alike = [each and each.startswith(_REFUSED) == is_refused for each in found]
+            bad = next((index for index, each in enumerate(alike) if each), len(places))
+            if bad < len(places):
+                high, best = places[bad], (*parts[bad], str(found[bad]))
+                keep(*best)
+            low = places[bad - 1] + 1 if bad else low
+        return high
+
+    last = ends[search(0, len(ends) - 1, ends.__getitem__, lambda _: len(nodes))]
+    search(1, last + 1, lambda _: last, lambda each: each)
+    return best
 
 
 def describe(part: fx.GraphModule, inputs: Sequence[Tensor], reason: str) -> dict[str, Any]:
@@ -156,19 +171,20 @@ def describe(part: fx.GraphModule, inputs: Sequence[Tensor], reason: str) -> dic
 
 
 class Worker:
-    """A process that tries one program after the other; it is started again after a crash or a limit."""
+    """A process (`words`) that tries one program after the other; it is started again when one fails."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
-        self.folder, self._limit, self._log = folder, limit, folder / "log"
+    def __init__(self, folder: Path, words: Sequence[str], limit: float) -> None:
+        self.folder, self._words, self._limit, self._log = folder, words, limit, folder / "log"
         folder.mkdir(parents=True, exist_ok=True)
         self._start()
 
     def _start(self) -> None:
-        words = [sys.executable, "-X", "faulthandler", "-u", "-W", "ignore", sys.argv[0]]
+        self._is_fresh = True
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*words, "--trial", str(self.folder)],
+                [*self._words, str(self.folder)],
                 cwd=ROOT,
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -177,11 +193,24 @@ class Worker:
 
     def ask(self) -> dict[str, Any]:
         """What came of the program in the folder; the text of a crash as `reason`."""
-        process = self._process
+        was_fresh, found = self._is_fresh, self._try()
+        if found["is_right"] or str(found.get("reason")).startswith(_REFUSED):
+            return found
+        self._restart()
+        if not was_fresh:
+            found = self._try()
+            self._restart()
+        return found
+
+    def _restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def _try(self) -> dict[str, Any]:
+        self._is_fresh, process = False, self._process
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(b"\n")
-            process.stdin.flush()
             ready, _, _ = select.select([process.stdout], [], [], self._limit)
             line = process.stdout.readline() if ready else b""
         except BrokenPipeError:
@@ -189,17 +218,19 @@ class Worker:
         if line:
             found: dict[str, Any] = json.loads(line)
             return found
-        process.kill()
-        text = self._log.read_text(errors="replace")[-600:]
-        self._start()
+        self.stop()
+        text = self._log.read_text(errors="replace").partition("\nExtension modules:")[0][-1500:]
         return {
             "is_right": False,
-            "reason": f"ended with {process.wait()} within {self._limit:.0f} s: {text}",
+            "reason": f"ended with {process.returncode} within {self._limit:.0f} s: {text}",
         }
 
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def in_processes(folder: Path, workers: Sequence[Worker]) -> Fails:
@@ -211,10 +242,12 @@ def in_processes(folder: Path, workers: Sequence[Worker]) -> Fails:
         free.put(each)
 
     def one(part: fx.GraphModule, inputs: list[Tensor], worker: Worker) -> str | None:
+        started = time.monotonic()
         try:
             found = worker.ask()
         finally:
             free.put(worker)
+        found["seconds"] = round(time.monotonic() - started, 1)
         text = json.dumps({**describe(part, inputs, ""), "code": "", **found})
         with (folder / "trials.jsonl").open("a") as file:
             file.write(f"{text}\n")
@@ -239,22 +272,24 @@ def in_processes(folder: Path, workers: Sequence[Worker]) -> Fails:
     return fails
 
 
-def trial(folder: Path) -> dict[str, Any]:
-    """Build and run the program in `folder` on the GPU, and compare it with torch."""
+def trial(folder: Path, backend: str, target: str) -> dict[str, Any]:
+    """Build and run the program in `folder`, and compare it with torch."""
     from safetensors.torch import load_file
 
-    from mingc.export.compile.backends.tensorrt import BACKEND
+    from mingc.export.compile.backends import find_backend
     from mingc.numerics.relative_error import relative_error
-    from mingc.runtime.engines.backends.tensorrt import load
+    from mingc.runtime.engines.backends import load_engine
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     program = torch.export.load(folder / "trial.pt2")
-    values = load_file(folder / "trial.safetensors", device="cuda")
+    values = load_file(folder / "trial.safetensors", device=target)
     given = [values[f"value{index}"] for index in range(len(values))]
     with torch.no_grad():
         (expected,) = program.module()(*given)
-    BACKEND.compile(program, folder / "trial.trt", device="cuda", cache=None, where="trial")
-    engine = load(folder / "trial.trt", torch.device("cuda", 0))
+    builder = find_backend(backend)
+    path = folder / f"trial{builder.suffix}"
+    builder.compile(program, path, device=target, cache=None, where="trial")
+    engine = load_engine(backend, path, torch.device(target, 0))
     engine.bind({name.removeprefix("model."): value for name, value in program.state_dict.items()})
     (got,) = engine.run(given)
     if not got.is_floating_point() or not bool(expected.isfinite().all()):
@@ -268,20 +303,20 @@ def trial(folder: Path) -> dict[str, Any]:
     return {"is_right": is_finite and error <= limit, "error": error, "finite": is_finite}
 
 
-def answer(folder: Path) -> None:
+def answer(folder: Path, backend: str, target: str) -> None:
     """Try the program in `folder` each time a line is read, and print what came of it."""
     from mingc.errors import CompileError
 
     for _ in sys.stdin:
         try:
-            found = trial(folder)
+            found = trial(folder, backend, target)
         except Exception as error:
             kind = _REFUSED if isinstance(error, CompileError) else ""
             found = {"is_right": False, "reason": f"{kind}{type(error).__name__}: {error}"[:900]}
         print(json.dumps(found), flush=True)
 
 
-def program_of(case: Any, folder: Path) -> Any:
+def program_of(case: Any, folder: Path, backend: str, target: str) -> Any:
     """The program that the backend gets for a graph, and its inputs with weights."""
     from backend_engines import load_case
 
@@ -289,9 +324,9 @@ def program_of(case: Any, folder: Path) -> Any:
     from mingc.export.compile.onnx_program import to_functional
     from mingc.export.compile.trace import trace_graph
 
-    stage, plan, module = load_case(case, folder, "cuda", getattr(torch, case.dtype))
-    backend = find_backend("tensorrt").for_graph(plan, case.sizes, "cuda")
-    program = trace_graph(backend, plan, module, stage=stage, sizes=case.sizes, device="cuda")
+    stage, plan, module = load_case(case, folder, target, getattr(torch, case.dtype))
+    builder = find_backend(backend).for_graph(plan, case.sizes, target)
+    program = trace_graph(builder, plan, module, stage=stage, sizes=case.sizes, device=target)
     return to_functional(program, case.graph)[1].module(), program.example_inputs[0]
 
 
@@ -307,11 +342,13 @@ def main() -> int:
     parser.add_argument("--layers", type=whole(0, 64), default=2, help="of each transformer; 0: all")
     parser.add_argument("--jobs", type=whole(1, 64), default=8)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of one trial")
+    parser.add_argument("--backend", default="tensorrt")
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.trial is not None:
-        answer(given.trial)
+        answer(given.trial, given.backend, given.target)
         return 0
     from backend_engines import Case
 
@@ -319,24 +356,26 @@ def main() -> int:
     folder = given.output.resolve()
     sizes = {name: int(size) for name, _, size in (each.partition("=") for each in given.sizes.split(","))}
     case = Case(graph=given.graph, sizes=sizes, layers=given.layers, config=given.config, dtype=given.dtype)
-    workers = [Worker(folder / f"worker{index}", given.limit) for index in range(given.jobs)]
+    words = [sys.executable, "-X", "faulthandler", "-u", "-W", "ignore", __file__]
+    words += ["--backend", given.backend, "--target", given.target, "--trial"]
+    workers = [Worker(folder / f"worker{index}", words, given.limit) for index in range(given.jobs)]
+
+    def keep(part: fx.GraphModule, values: list[Tensor], reason: str) -> None:
+        with torch.no_grad():
+            torch.export.save(torch.export.export(part, tuple(values), strict=False), folder / "smallest.pt2")
+        write_whole(folder / "smallest.json", describe(part, values, reason))
+
     try:
-        module, inputs = program_of(case, folder)
+        module, inputs = program_of(case, folder, given.backend, given.target)
         fails = in_processes(folder, workers)
-        write_whole(folder / "alone.json", alone(module, inputs, fails))
-        found = smallest(module, inputs, fails, given.jobs)
+        found = smallest(module, inputs, fails, given.jobs, keep)
+        wrong = alone(module, inputs, fails)
+        write_whole(folder / "alone.json", wrong)
     finally:
         for each in workers:
             each.stop()
-    if found is None:
-        print("no prefix of the graph fails")
-        return 0
-    part, values, reason = found
-    with torch.no_grad():
-        torch.export.save(torch.export.export(part, tuple(values), strict=False), folder / "smallest.pt2")
-    write_whole(folder / "smallest.json", describe(part, values, reason))
-    print(json.dumps(describe(part, values, reason), indent=1))
-    return 1
+    print(json.dumps(describe(*found), indent=1) if found else "no prefix of the graph fails")
+    return 1 if found or wrong else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tensorrt_bisect as script
 import torch
@@ -39,9 +41,13 @@ def test_the_smallest_part_that_fails_is_found_with_the_inputs_that_torch_comput
             found.append("wrong" if {"aten.sin.default", "aten.exp.default"} <= {*targets} else None)
         return found
 
-    found = script.smallest(module, given, fails)
+    kept: list[int] = []
+    found = script.smallest(
+        module, given, fails, keep=lambda part, *_: kept.append(len(script.operators_of(part)))
+    )
     assert found is not None
     part, inputs, reason = found
+    assert kept == sorted({*kept}, reverse=True) and kept[-1] == 3 < kept[0], "each is smaller"
     text = script.describe(part, inputs, reason)
     assert text["operators"] == ["aten.sin.default", "aten.neg.default", "aten.exp.default"]
     assert text["inputs"] == ["float32 [3, 2]"] and text["reason"] == "wrong"
@@ -66,3 +72,27 @@ def test_a_value_that_is_no_tensor_is_computed_in_the_part() -> None:
     with torch.no_grad():
         torch.testing.assert_close(part(*inputs)[0], linear(module, given[0])[:, :2].relu())
     assert count == 1 and len(inputs) == 1
+
+
+def test_a_failure_counts_only_in_a_fresh_process(tmp_path: Path) -> None:
+    """A program that only fails in a process that has run another is right."""
+    code = (
+        "import json, os, pathlib, sys; folder = pathlib.Path(sys.argv[1])\n"
+        "for count, _ in enumerate(sys.stdin):\n"
+        "    kind = (folder / 'kind').read_text()\n"
+        "    if kind == 'crash' or (kind == 'late' and count): os.abort()\n"
+        "    print(json.dumps({'is_right': kind != 'wrong' and (kind != 'stale' or not count)}), flush=True)\n"
+    )
+    worker = script.Worker(tmp_path / "worker", [sys.executable, "-c", code], 60.0)
+
+    def ask(kind: str) -> bool:
+        (worker.folder / "kind").write_text(kind)
+        return bool(worker.ask()["is_right"])
+
+    try:
+        assert ask("right") and ask("late") and ask("right") and ask("stale")
+        assert not ask("wrong") and not ask("crash") and ask("late")
+        (worker.folder / "kind").write_text("crash")
+        assert worker.ask()["reason"].startswith("ended with -6 within 60 s")
+    finally:
+        worker.stop()
