@@ -56,18 +56,26 @@ def contiguous_kv_prefill_attention(
     k_slots.index_put_((owner, index), rotated[:, heads:])
     v_slots.index_put_((owner, index), packed[:, heads + kv_heads :])
 
-    # Padding reads the slot of the request before it, as in the kernel, so that both compute the same.
-    block = torch.arange(tokens, device=qkv.device) // SLOT_CHUNK_ALIGNMENT * SLOT_CHUNK_ALIGNMENT
-    seen_slots = owner[block]
+    # A block of queries reads one slot, that of its first token: padding reads the slot of the request before it, as in
+    # the kernel, so that both compute the same. Rows after the last token repeat it: a block of them always follows,
+    # because torch.export would take a single block for the only number there is.
+    num_blocks = (tokens + SLOT_CHUNK_ALIGNMENT - 1) // SLOT_CHUNK_ALIGNMENT + 1
+    taken = torch.arange(num_blocks * SLOT_CHUNK_ALIGNMENT, device=qkv.device).clamp(max=tokens - 1)
+    taken = taken.view(num_blocks, SLOT_CHUNK_ALIGNMENT)
+    seen_slots, last = owner[taken[:, 0]], index[taken].unsqueeze(-1)
     row = torch.arange(num_rows, device=qkv.device)
-    visible = row <= index.unsqueeze(1)
+    visible = row <= last
     if window is not None:
-        visible = visible & (row > index.unsqueeze(1) - window)
+        visible = visible & (row > last - window)
     # Queries that share a KV head go on the sequence axis, so that keys need not be repeated.
+    groups = heads // kv_heads
+    queries = rotated[:, :heads].view(tokens, kv_heads, groups, size)[taken]
     context = F.scaled_dot_product_attention(
-        rotated[:, :heads].reshape(tokens, kv_heads, heads // kv_heads, size),
+        queries.permute(0, 2, 3, 1, 4).reshape(-1, kv_heads, groups * SLOT_CHUNK_ALIGNMENT, size),
         k_slots[seen_slots].transpose(1, 2),
         v_slots[seen_slots].transpose(1, 2),
-        attn_mask=visible[:, None, None, :],
+        attn_mask=visible.repeat(1, groups, 1).unsqueeze(1),
     )
-    return context.reshape(tokens, heads * size)
+    context = context.view(-1, kv_heads, groups, SLOT_CHUNK_ALIGNMENT, size).permute(0, 3, 1, 2, 4)
+    # Not a slice: torch.export cannot prove that it is within the rows.
+    return context.reshape(-1, heads * size).index_select(0, torch.arange(tokens, device=qkv.device))
