@@ -17,7 +17,6 @@ COMPILED = (
     "thinker.prefill_attention",
     "thinker.decode_attention",
     "thinker.prefill_experts",
-    "thinker.decode_experts",
     "talker.step",
     "cfm.sample",
     "audio_vae.stream",
