@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from changed_artifact import terse_artifact
 from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY, FakeService
 from mingc_command import ENVIRONMENT, mingc, mingc_here
 
@@ -89,7 +90,7 @@ def test_a_trace_has_the_engines_of_one_request(eager_artifact: Path, tmp_path: 
     """As often as a token and a patch need each; the decode step has four layers of attention, three of experts."""
     path = tmp_path / "trace.json"
     words = ("--engine", "audio_vae.stream", "--batch", 1, "--repetitions", 1, *ALONE, "--trace", path)
-    done = mingc("probe", eager_artifact, *words)
+    done = mingc("probe", terse_artifact(eager_artifact, tmp_path / "artifact"), *words)
     assert done.code == 0, done.stderr
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     ranges = [each for each in events if each.get("cat") == "user_annotation" and each["ph"] == "X"]

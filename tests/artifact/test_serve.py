@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import soundfile
+from changed_artifact import terse_artifact
 from hostile_media import small_video
 from mingc_command import ENVIRONMENT, REPOSITORY, Server, serving
 
@@ -70,13 +72,17 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     (tmp_path / "picture.png").write_bytes(base64.b64decode(checks.image_data_url().partition(",")[2]))
     (tmp_path / "clip.wav").write_bytes(base64.b64decode(checks.wav_base64()))
     (tmp_path / "video.mp4").write_bytes(small_video())
-    shutil.copy(REPOSITORY / "tests" / "data" / "speech" / "three-sentences.ogg", tmp_path / "meeting.mp3")
-    shutil.copy(tmp_path / "meeting.mp3", tmp_path / "ann.ogg")
+    shutil.copy(REPOSITORY / "tests" / "data" / "speech" / "three-sentences.ogg", tmp_path / "ann.ogg")
+    samples, rate = soundfile.read(
+        tmp_path / "ann.ogg"
+    )  # the model writes hundreds of tokens for each sentence
+    soundfile.write(tmp_path / "meeting.mp3", samples[: 2 * rate], rate, format="OGG")
     for player in ("ffplay", "aplay"):
         (tmp_path / player).write_text(f'#!/bin/bash\ncat > "$(mktemp {tmp_path}/{player}.XXX)"\n')
         (tmp_path / player).chmod(0o755)
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NO_PROXY": "*"}
-    with serving(eager_artifact, "--speech-lead", 0, "--voices-dir", tmp_path / "voices") as running:
+    artifact = terse_artifact(eager_artifact, tmp_path / "artifact")
+    with serving(artifact, "--speech-lead", 0, "--voices-dir", tmp_path / "voices") as running:
 
         def run(*words: str) -> str:
             address = running.url.removeprefix("http://")
@@ -97,7 +103,7 @@ def test_the_examples_of_the_http_page_run(eager_artifact: Path, tmp_path: Path)
     assert completion["object"] == "text_completion" and tokens["count"] == len(tokens["tokens"])
     voices = listed["voices"]
     assert set(voices) == set(re.search(r"for voice in (.*);", section)[1].split())  # type: ignore[index]
-    assert (tmp_path / "meeting.srt").read_text().count(" --> ") == 3
+    assert (tmp_path / "meeting.srt").read_text().count(" --> ") == 1
     played = [*tmp_path.glob("ffplay.*")]
     assert len(played) == 2
     for path in (

@@ -1,4 +1,4 @@
-"""Copy an artifact so that it gives other answers, for tests of updates: a second export takes minutes."""
+"""Copies of an artifact that give other answers: a second export takes minutes."""
 
 from __future__ import annotations
 
@@ -31,5 +31,18 @@ def changed_artifact(artifact: Path, folder: Path, *, model: str) -> Path:
         num_changed += len(chosen)
     assert num_changed, "the thinker has no lm_head"
     changed = replace(manifest, model=model, files=files)
+    (folder / FILE_NAME).write_text(changed.to_json(), encoding="utf-8")
+    return folder
+
+
+def terse_artifact(artifact: Path, folder: Path) -> Path:
+    """Copy `artifact` to `folder` so that no segment of its speech has more than four patches.
+
+    The random model hardly ever stops before the cap, which allows for slow readers: seconds of sound for each word.
+    """
+    shutil.copytree(artifact, folder)
+    manifest = read_manifest(folder)
+    talker = replace(manifest.parameters["talker"], min_stop_step=2, max_steps=4)
+    changed = replace(manifest, parameters={**manifest.parameters, "talker": talker})
     (folder / FILE_NAME).write_text(changed.to_json(), encoding="utf-8")
     return folder
