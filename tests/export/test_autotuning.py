@@ -363,8 +363,8 @@ def test_keys_cover_the_source_of_all_kernels_and_the_gpu_table() -> None:
         "triton/moe_config.py",
         "cuda/flow_sampler.py",
         "cuda/flow_sampler.cu",
-        "cuda/varlen_attention.py",
-        "cuda/varlen_attention.cu",
+        "cuda/rotary_varlen_attention.py",
+        "cuda/rotary_varlen_attention.cu",
         "cuda/nvrtc.py",
     ]
     for path in (*(package / "kernels" / part for part in parts), package / "artifacts" / "target.py"):

@@ -146,9 +146,9 @@ def test_a_kernel_uses_every_parameter_that_it_has(name: str) -> None:
 
 
 def test_symbols_of_the_attention_source_are_those_that_are_launched() -> None:
-    source = (KERNELS / "cuda" / "varlen_attention.cu").read_text(encoding="utf-8")
+    source = (KERNELS / "cuda" / "rotary_varlen_attention.cu").read_text(encoding="utf-8")
     declared = re.findall(r"(mingc_\w+)\(const __grid_constant__", source)
-    launcher = (KERNELS / "cuda" / "varlen_attention.py").read_text(encoding="utf-8")
+    launcher = (KERNELS / "cuda" / "rotary_varlen_attention.py").read_text(encoding="utf-8")
     assert sorted(declared) == sorted(re.findall(r'"(mingc_\w+)"', launcher))
 
 

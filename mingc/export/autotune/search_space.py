@@ -72,12 +72,6 @@ _BATCH_DOWNS = {
     ),
 }
 _MIN_BLOCK_M, _MAX_BLOCK_M = 16, 128  # of grouped GEMMs
-_LARGE_FP8 = (  # block_m of 64 or more
-    KernelConfig(block_n=256, block_k=128, num_stages=2),
-    KernelConfig(block_n=256, block_k=128, num_warps=8),
-    KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4),
-    KernelConfig(block_n=128, block_k=128, num_warps=8, num_stages=2),
-)
 # By whether block_m is 64 or more.
 _GROUPED = {
     False: (
@@ -90,6 +84,12 @@ _GROUPED = {
         KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4),
     ),
 }
+_GROUPED_FP8 = (  # block_m of 64 or more
+    KernelConfig(block_n=256, block_k=128, num_stages=2),
+    KernelConfig(block_n=256, block_k=128, num_warps=8),
+    KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4),
+    KernelConfig(block_n=128, block_k=128, num_warps=8, num_stages=2),
+)
 
 
 def search_space(problem: MoeProblem) -> tuple[MoeConfig, ...]:
@@ -124,9 +124,8 @@ def _gemm_configs(
         case "batch":
             return _BATCH_UPS[problem.weight_format], _BATCH_DOWNS[problem.weight_format]
         case "grouped":
-            both = _GROUPED[default.block_m >= 64]
-            if problem.weight_format == FP8 and default.block_m >= 64:
-                both = _LARGE_FP8
+            is_large = default.block_m >= 64
+            both = _GROUPED_FP8 if is_large and problem.weight_format == FP8 else _GROUPED[is_large]
             if default.block_m == _MAX_BLOCK_M:
                 # Four warps have too few registers for blocks of that size.
                 both = (*both[1:], KernelConfig(block_n=128, block_k=64, num_warps=8))

@@ -102,7 +102,7 @@ def default_config(problem: MoeProblem) -> MoeConfig:
 def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
     """Configuration of grouped GEMMs with blocks of `block_m` pairs."""
     size, weight_format = problem.intermediate_size, problem.weight_format
-    extra_rows, config, down = 0, KernelConfig(block_n=128, block_k=128), None
+    extra_rows, down = 0, None
     if weight_format == BF16 and block_m == 128:
         extra_rows, config = 32, KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4)
         if size <= 256:
@@ -112,11 +112,13 @@ def grouped_config(problem: MoeProblem, block_m: int) -> MoeConfig:
         extra_rows, config = 32, KernelConfig(block_n=256, block_k=128, num_warps=8, num_stages=3)
         down = KernelConfig(block_n=256, block_k=64, num_warps=8, num_stages=4)
     elif weight_format == FP8 and block_m == 64:
-        config = KernelConfig(block_n=256, block_k=128, num_warps=4, num_stages=2)
+        config = KernelConfig(block_n=256, block_k=128, num_stages=2)
     elif block_m == 128:
         config = KernelConfig(block_n=128, block_k=64, num_warps=8, num_stages=4)
     elif block_m == 64:
         config = KernelConfig(block_n=128, block_k=64)
+    else:
+        config = KernelConfig(block_n=128, block_k=128)
     return MoeConfig(
         block_m=block_m,
         up=fit_to(config, 2 * size, problem.hidden_size),

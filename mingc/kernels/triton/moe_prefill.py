@@ -5,9 +5,10 @@ each block of the grouped GEMMs. Everything stays on the device; grids are stati
 need exit at once. With EXTRA an expert's last block may hold up to that many rows more than BLOCK_M: they share the
 weights that the other rows read, which a separate block would read again.
 
-FP8 weights are multiplied as they are stored: rows are split into two FP8 values (`mingc_split_rows`), with the same
-result as in bfloat16. Two products of FP8 take the tensor cores as long as one of bfloat16, no weight is converted, and
-a weight takes half the memory. One FP8 value a row would be ten times as inaccurate as bfloat16.
+FP8 weights are multiplied as they are stored, by rows whose numbers are split into two FP8 values each
+(`mingc_split_rows`), which loses almost nothing. Two FP8 products take the tensor cores as long as one of bfloat16, but
+no weight is converted, and weights take half the shared memory. With one FP8 value a number the error would be nine
+times that of bfloat16.
 
 Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
@@ -189,7 +190,7 @@ def _rows_of(table, block, MAX_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _scaled(total, row_scales, scales, is_row):
-    """Products of FP8 values, with the scales of rows and weights."""
+    """Sums `total` (rows, BLOCK_N) of FP8 products times the scales of rows and of weight rows."""
     return total * tl.load(row_scales, mask=is_row, other=0.0)[:, None] * tl.load(scales)[None, :]
 
 
@@ -364,5 +365,8 @@ def moe_prefill(
 
 
 def _operand(x: Tensor, weight_format: int) -> tuple[Tensor, Tensor]:
-    """Rows (M, K) as a GEMM with weights of this format needs them, and what it needs for their scales."""
+    """Rows (M, K) for a GEMM with weights of this format, and their scales; without scales a tensor that is not read.
+
+    FP8: float8_e4m3fn (M, 2, K) and float32 (M,), see `split_rows`.
+    """
     return split_rows(x) if weight_format == FP8 else (as_operand(x, weight_format), x)

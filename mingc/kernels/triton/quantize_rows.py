@@ -1,4 +1,4 @@
-"""Triton kernels that turn rows into FP8 values, each row with its own scale: rounded, or split into two of them."""
+"""Triton kernels that convert rows to FP8, each row with its own scale: rounded, or split into two values a number."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def mingc_quantize_rows(
 
 @triton.jit
 def mingc_split_rows(x, parts, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Split rows into FP8 values: x (M, WIDTH) = (parts[:, 0] + parts[:, 1]) * scales; parts (M, 2, WIDTH).
+    """Split bfloat16 rows: x (M, WIDTH) = (parts[:, 0] + parts[:, 1]) * scales, with parts (M, 2, WIDTH) in FP8.
 
-    Scales are powers of two, and the 8 significant bits of a bfloat16 value are 4 and 4 of two FP8 values. The sum is
-    therefore exact, except that values below 1/512 of the row's largest one are rounded by up to 2^-16 of that one.
+    Scales are powers of two, and each of the two FP8 values holds 4 of the 8 significant bits of a bfloat16 number. The
+    sum is therefore exact, except that numbers below 1/512 of the row's largest are rounded by up to 2^-16 of that one.
     """
     place = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
@@ -68,7 +68,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, K) → float8_e4m3fn (M, 2, K), scale (M,) float32; see `mingc_split_rows`."""
+    """x (M, K) contiguous bfloat16 → float8_e4m3fn (M, 2, K), scale (M,) float32; see `mingc_split_rows`."""
     rows, width = x.shape
     parts = torch.empty(rows, 2, width, dtype=_FP8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)

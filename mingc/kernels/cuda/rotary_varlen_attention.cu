@@ -1,13 +1,13 @@
-// Rotation and attention of a packed projection with heads of 72 dims: every query sees one range of keys.
+// Rotation and attention of a packed projection with heads of 72 dims: every query sees one range of keys, not empty.
 //
 // `mingc_rotate` writes rotated queries, and keys and values as chunks: 8 dims of all keys of a head, contiguous, so that
 // bulk copies of whole lines fill shared memory in a layout that the matrix instructions read without a swizzle.
 // `mingc_attend` is in the style of FlashAttention 3 (arXiv 2407.08608): a warpgroup loads tiles of KEYS keys into a ring,
-// GROUPS warpgroups of 64 queries multiply. Each computes the next scores and the current context at once, and the
-// softmax while other warpgroups multiply; their turns are passed on by named barriers. Queries, scores and weights stay
-// in registers. The tenth chunk is ones: 72 dims are padded to 80, where queries are zero, and the context of ones is
-// the sum of the weights.
-// varlen_attention.py launches the kernels and fills their structs.
+// GROUPS warpgroups of 64 queries each multiply. A warpgroup computes the scores of the next tile and the context of the
+// current one in its turn, and the softmax while others multiply; named barriers pass on the turn. Queries, scores and
+// weights stay in registers. 72 dims are padded to 80: queries are zero there, and keys and values share a tenth chunk of
+// ones, whose context is the sum of the weights.
+// rotary_varlen_attention.py launches the kernels and fills their structs.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -92,7 +92,7 @@ DEVICE u64 descriptor(u32 address, u32 along, u32 across) {
 }
 DEVICE void begin_multiply() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void end_multiply() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Wait until at most N groups multiply; what they sum is not read before.
+// Waits until at most N groups multiply. The empty statements keep the compiler from reading the sums earlier.
 template <int N, int SIZE>
 DEVICE void wait_multiply(float (&d)[SIZE]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -130,7 +130,7 @@ DEVICE u32 turned(u32 x, u32 partner, float2 cos, float2 sin) {
   return pack(low, high);
 }
 
-// Six blocks for 32 rows: queries, keys and values, half of the heads each.
+// Six blocks (`_PARTS`) for 32 rows: queries, keys and values, half of the heads each.
 extern "C" __global__ void __launch_bounds__(256) mingc_rotate(const __grid_constant__ Rotation p) {
   constexpr int PAIRS = HEAD / 4;  // pairs of angles
   constexpr int WIDTH = HEADS * CHUNKS, PIECES = WIDTH / 2;  // of 8 dims: in a row, in a block
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(256) mingc_rotate(const __grid_cons
 
 // A stage of the ring: nine chunks of keys, nine of values, one of ones.
 constexpr int CHUNK = KEYS * 16, VALUES = CHUNKS * CHUNK, ONES = 2 * VALUES, STAGE = ONES + CHUNK;
-// Barriers: a stage has its keys or values, or all warps have multiplied them.
+// Barriers of each stage: its keys or values have arrived; all warps have multiplied them.
 constexpr int HAS_KEYS = STAGES * STAGE, HAS_VALUES = HAS_KEYS + 8 * STAGES, FREE_KEYS = HAS_VALUES + 8 * STAGES,
               FREE_VALUES = FREE_KEYS + 8 * STAGES;
 
@@ -200,10 +200,10 @@ DEVICE void add_values(float (&context)[PADDED / 2], const u32 (&weights)[KEYS /
   for (int i = 0; i < KEYS / 16; ++i) multiply(context, weights + 4 * i, descriptor(values + 256 * i, 128, CHUNK));
 }
 
-// Of the two queries of a thread. In accumulators [4 j + 2 r + e] is query r, column 8 j + 2 (lane % 4) + e.
+// Softmax of a thread's two queries. Accumulator [4 j + 2 r + e] has query r, column 8 j + 2 (lane % 4) + e.
 struct Softmax {
-  float top[2], shrink[2];  // maximum of the scaled scores, factor of what was summed before
-  int start[2], end[2];
+  float top[2], shrink[2];  // maximum of the scaled scores (up to SLACK below), factor of the sums so far
+  int start[2], end[2];     // keys that the query sees
 
   DEVICE void read_bounds(const Attention& p, int row) {
 #pragma unroll
@@ -253,7 +253,7 @@ DEVICE void round_weights(const float (&scores)[KEYS / 2], u32 (&weights)[KEYS /
   for (int i = 0; i < KEYS / 4; ++i) weights[i] = pack(scores[2 * i], scores[2 * i + 1]);
 }
 
-// One warp for keys and one for values; a lane copies a chunk.
+// Fills the ring: warp 0 with keys, warp 1 with values; a lane copies a chunk of each tile.
 DEVICE void load(const Attention& p, u32 base, int head, int first, int tiles) {
   const int chunk = threadIdx.x % 32, is_value = threadIdx.x / 32;
   const u16* from = p.chunks + (((long long)(is_value * HEADS + head) * CHUNKS + chunk) * p.padded + first) * 8;
