@@ -6,9 +6,9 @@ need exit at once. With EXTRA an expert's last block may hold up to that many ro
 weights that the other rows read, which a separate block would read again.
 
 FP8 weights are multiplied as they are stored, by rows whose numbers are split into two FP8 values each
-(`mingc_split_rows`), which loses almost nothing. Two FP8 products take the tensor cores as long as one of bfloat16, but
-no weight is converted, and weights take half the shared memory. With one FP8 value a number the error would be nine
-times that of bfloat16.
+(`mingc_split_rows`). The error is about that of eager bfloat16; with one FP8 value a number it would be nine times as
+large. Two FP8 products take the tensor cores as long as one of bfloat16, but no weight is converted, and weights take
+half the shared memory (benchmarks/NOTES-thinker.md).
 
 Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
