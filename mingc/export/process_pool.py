@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import tempfile
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -211,9 +212,23 @@ def gives_memory_back() -> Iterator[None]:
     gc.freeze()
     try:
         yield
+    except Exception as error:
+        _clear_frames(error)
+        raise
     finally:
         gc.collect()
-        torch.cuda.empty_cache()  # does nothing without a device
+        if torch.cuda.is_initialized():
+            # A workspace that was cut from a freed block of gigabytes keeps the whole block from being released.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the local variables that `error` and its causes keep: all tensors of a task that ran out of memory."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def peak_rss_bytes() -> int:

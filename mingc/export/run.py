@@ -41,7 +41,7 @@ from mingc.export.plan import ExportPlan
 from mingc.export.process_pool import peak_rss_bytes
 from mingc.export.recipe import ExportRecipe, copies_state, first_shard, stage_options
 from mingc.export.report import ExportReport, report_export
-from mingc.export.schedule import ReportStep, Schedule
+from mingc.export.schedule import AGAIN, ReportStep, Schedule
 from mingc.export.stages import find
 from mingc.export.tasks.check_graph import GraphResult, Replay
 from mingc.export.tasks.quantization import stored_modules
@@ -151,7 +151,7 @@ def step_counter(plan: ExportPlan, progress: Callable[[Step], None]) -> ReportSt
 
     def step(name: str, subject: str, seconds: float | None) -> None:
         nonlocal done
-        done += seconds is not None
+        done += seconds is not None and name != AGAIN
         progress(Step(name=name, subject=subject, seconds=seconds, done=done, total=total))
 
     return step

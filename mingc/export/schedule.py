@@ -35,6 +35,7 @@ from mingc.host.machine import equal_gpus, free_memory_bytes
 
 _T = TypeVar("_T")
 _FAULTS = (CompileError, ParityError, ArtifactError)  # of engines that were built
+AGAIN = "out of device memory, again alone"  # a step that the plan does not count
 ReportStep = Callable[[str, str, float | None], None]
 """Called with the name and the subject of a step before it starts, and with its seconds when it has ended."""
 
@@ -102,7 +103,8 @@ class Schedule:
 
     A task starts when its planned memory fits beside that of the tasks that run, on the device and on the host, or when
     nothing runs. With several GPUs it is not known which one a task gets, so the largest tasks, as many as a GPU has
-    processes, must fit into one. A task whose device runs out of memory nevertheless is run again, alone.
+    processes, must fit into one. A task that takes gigabytes of a device has a process of its own, because the end of a
+    process returns all of its memory. A task whose device runs out of memory nevertheless is run again, alone.
 
     Attributes:
         results: of every graph, once it has run.
@@ -167,6 +169,7 @@ class Schedule:
         self._needs = plan.needs
         self._running: dict[Future[Any], _Task] = {}  # in the order of submission
         self._to_retry: deque[_Task] = deque()
+        self._retry_started = 0.0
         self._limits = MemoryLimits(jobs=self._recipe.jobs, tasks_per_gpu=self._recipe.jobs, free=None)
         self.results: list[GraphResult] = []
         self.quantization_error: dict[str, QuantizationError] = {}
@@ -183,6 +186,8 @@ class Schedule:
                 finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
                 for future in [each for each in self._running if each in finished]:
                     ended = self._running.pop(future)
+                    if ended.is_retried:
+                        self._step(AGAIN, ended.name, time.perf_counter() - self._retry_started)
                     if ran_out_of_memory(future) and not ended.is_retried:
                         self._to_retry.append(replace(ended, is_retried=True))
                     else:
@@ -197,7 +202,8 @@ class Schedule:
         if self._to_retry:
             if not self._running:
                 task = self._to_retry.popleft()
-                self._step("again, alone", task.name, None)
+                self._retry_started = time.perf_counter()
+                self._step(AGAIN, task.name, None)
                 self._running[task.submit(pool)] = task
             return
         # Submit no more tasks than there are processes, so that a check does not queue behind compiles.
@@ -256,6 +262,7 @@ class Schedule:
 
     def _begin_check(self, check: GraphTask) -> _Task:
         self._to_check.remove(check)
+        need = self._need("check", check.name)
         if check.name not in self._check_started:
             self._check_started[check.name] = time.perf_counter()
             self._step("check", check.name, None)
@@ -266,28 +273,28 @@ class Schedule:
         )  # the first one writes the golden
         return _Task(
             name=check.name,
-            need=self._need("check", check.name),
-            submit=lambda pool: self._submit(pool, check, check_graph, *given),
+            need=need,
+            submit=lambda pool: self._submit(pool, check, need, check_graph, *given),
             take=partial(self._take_check, check),
         )
 
     def _begin_compile(self, queued: tuple[GraphTask, dict[str, int] | None]) -> _Task:
         self._to_compile.remove(queued)
         task, static_shapes = queued
-        label = self._label(task, static_shapes)
+        label, need = self._label(task, static_shapes), self._need("engine", task.name)
         self._step("engine", label, None)
         return _Task(
             name=label,
-            need=self._need("engine", task.name),
-            submit=lambda pool: self._submit(pool, task, build_engine, static_shapes),
+            need=need,
+            submit=lambda pool: self._submit(pool, task, need, build_engine, static_shapes),
             take=partial(self._take_engine, task, label),
         )
 
     def _submit(
-        self, pool: WorkerPool, task: GraphTask, work: Callable[..., _T], *arguments: object
+        self, pool: WorkerPool, task: GraphTask, need: Need, work: Callable[..., _T], *arguments: object
     ) -> Future[_T]:
-        """Start `work` on a graph, alone in its process where its backend may be refused or crash."""
-        if task.stage in self._alone:
+        """Start `work` on a graph, alone in its process if it is large or its backend may be refused or crash."""
+        if need.has_process or task.stage in self._alone:
             return pool.submit_alone(task.name, work, task, *arguments)
         return submit(pool, task.name, work, task, *arguments)
 
@@ -403,7 +410,7 @@ class Schedule:
         return device, tuple(timings)
 
     def _timings(self, pool: WorkerPool, task: GraphTask, records: Sequence[GraphRecord]) -> Timings:
-        return result_of(self._submit(pool, task, time_graph, records, self._timer), task.name)
+        return result_of(self._submit(pool, task, Need(), time_graph, records, self._timer), task.name)
 
     def _choose(self, task: GraphTask, device: str, timings: tuple[EngineTiming, ...]) -> None:
         """Keep the engines of a graph that its timings select, and remove the files of the others."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
-from mingc.export.process_pool import peak_rss_bytes, result_of, submit, worker_pool
+from mingc.export.process_pool import gives_memory_back, peak_rss_bytes, result_of, submit, worker_pool
 
 _END_S = 100
 # A worker that holds a lock compiles for ten minutes when the export fails.
@@ -131,6 +132,30 @@ def test_too_little_memory_on_the_device_is_reported_and_not_as_a_bug() -> None:
     with pytest.raises(CompileError, match="does not have enough memory: CUDA out of memory") as caught:
         result_of(future, "thinker.prefill_experts")
     assert caught.value.where == "thinker.prefill_experts" and "stop other processes" in str(caught.value.fix)
+
+
+def test_a_task_that_fails_keeps_none_of_its_tensors() -> None:
+    """A worker keeps the error of its last task, and with it the frames of its causes."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def run_engine() -> None:
+        output = torch.zeros(1)
+        kept.append(weakref.ref(output))
+        raise RuntimeError("CUDA out of memory")
+
+    @gives_memory_back()
+    def check() -> None:
+        weights = torch.zeros(1)
+        kept.append(weakref.ref(weights))
+        try:
+            run_engine()
+        except RuntimeError as error:
+            raise CompileError("the engine does not run") from error
+
+    with pytest.raises(CompileError) as caught:
+        check()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert [each() for each in kept] == [None, None]
 
 
 def test_the_peak_is_that_of_the_kernel() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import pytest
 import torch
 from export_plans import plan_of
-from worker_threads import worker_threads
+from worker_threads import WorkerThreads, worker_threads
 
 from mingc.artifacts.manifest import EngineRecord, GraphRecord, Parity, QuantizationError
 from mingc.artifacts.spec import GraphSpec
@@ -368,6 +368,21 @@ def test_tasks_run_together_while_their_memory_fits(
         assert max(map(len, memory.most)) > 1
 
 
+def test_only_tasks_that_need_a_process_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: list[str] = []
+
+    class _Pool(WorkerThreads):
+        def submit_alone(self, where: str, work: Callable[..., _T], *arguments: object) -> Future[_T]:
+            alone.append(where)
+            return super().submit_alone(where, work, *arguments)
+
+    memory = _Memory(monkeypatch, None, 2, per_gpu=2)
+    monkeypatch.setattr(schedule, "worker_pool", lambda jobs, _: _Pool(jobs))
+    monkeypatch.setitem(_NEEDS, ("engine", "cfm.sample"), Need(has_process=True))
+    _run_within(tmp_path, memory)
+    assert alone == ["cfm.sample"] * len(_SIZES["cfm.sample"])
+
+
 def test_the_largest_tasks_may_meet_on_one_of_several_gpus() -> None:
     limits = schedule.MemoryLimits(jobs=6, tasks_per_gpu=2, free=Need(device=100, host=100))
     small, large = Need(device=20), Need(device=60)
@@ -380,10 +395,10 @@ def test_a_task_without_memory_runs_again_alone_and_then_fails(
     memory = _Memory(monkeypatch, None, 4, per_gpu=4)
     memory.fails = {"cfm.sample": 1, "talker.step": 1}
     steps = _run_within(tmp_path, memory)
-    assert [name for kind, name in steps if kind == "again, alone"] != []
-    again = [index for index, (kind, _) in enumerate(steps) if kind == "again, alone"]
-    for index in again:
-        assert steps[index + 1][0] == "engine", "nothing begins before it has ended"
+    again = [index for index, (kind, _) in enumerate(steps) if kind == schedule.AGAIN]
+    assert len(again) == 2 * 2, "each begins and ends"
+    for begun, ended in zip(again[::2], again[1::2], strict=True):
+        assert steps[begun] == steps[ended] and ended == begun + 1, "nothing begins before it has ended"
     assert len([each for each in steps if each[0] == "engine"]) == 2 * 17
 
 

@@ -23,6 +23,9 @@ from mingc.export.weights.loading import stored_meta_module
 # CUDA context, library workspaces and loaded kernels of a process, also while it is idle.
 PROCESS_DEVICE = 1 << 30
 PROCESS_HOST = 3 << 29  # torch, its compiler and their modules
+# A task that takes so much of a device runs in a process of its own: only the end of a process surely returns what its
+# allocator and libraries hold, and thirty idle processes that keep some gigabytes each fill a device.
+_OWN_PROCESS = 4 << 30
 _COMPILE_HOST = 2 << 30  # graphs, generated code and the C++ compiler of one compile
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 # Checks of experts: perturbations of a token, times twice the tokens that each expert shall get.
@@ -31,10 +34,14 @@ _PERTURBED = 32 * 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Memory of one task in bytes, beside what its idle process holds."""
+    """Memory of one task in bytes, beside what idle processes hold.
+
+    `has_process`: the task runs in a process of its own, which is counted and ends with it.
+    """
 
     device: int = 0
     host: int = 0
+    has_process: bool = False
 
 
 Needs = Mapping[tuple[str, str], Need]
@@ -59,7 +66,7 @@ def stage_needs(
         tensors = _tensor_bytes(recipe, graph)
         name = f"{stage.name}.{graph.spec.name}"
         compiles = _compile_bytes(weights, held, tensors) if is_cuda else 0
-        found["engine", name] = Need(device=compiles, host=_COMPILE_HOST + (0 if is_cuda else tensors))
+        found["engine", name] = _need(compiles, _COMPILE_HOST + (0 if is_cuda else tensors))
         # The module, the engine's weights, and in low precision the other ranks' modules.
         others = 0 if dtype == torch.float32 else shard.world_size - 1
         checks = (2 + others) * held + tensors
@@ -69,9 +76,7 @@ def stage_needs(
             # Its references are on the device, too. Experts are stacked there, before the rest is loaded.
             checks += references + _routing_bytes(stage, config, shard)
             on_host = 2 * (references - whole)
-        found["check", name] = Need(
-            device=checks if is_cuda else 0, host=on_host + tensors + (0 if is_cuda else checks)
-        )
+        found["check", name] = _need(checks if is_cuda else 0, on_host + tensors + (0 if is_cuda else checks))
     quantized = [
         _count(source) for source in sources if source.quantizable is not None and len(source.tensors) == 1
     ]
@@ -81,6 +86,13 @@ def stage_needs(
     found["weights", stage.name] = Need(device=device, host=2 * largest)
     found["compare", stage.name] = Need(host=4 * max(_by_half_layer(exact), default=0))
     return found
+
+
+def _need(device: int, host: int) -> Need:
+    """What a compile or a check takes, in a process of its own where it is large."""
+    if device < _OWN_PROCESS:
+        return Need(device=device, host=host)
+    return Need(device=device + PROCESS_DEVICE, host=host + PROCESS_HOST, has_process=True)
 
 
 def _compile_bytes(weights: Mapping[str, torch.Tensor], held: int, tensors: int) -> int:
