@@ -217,7 +217,7 @@ def gives_memory_back() -> Iterator[None]:
         raise
     finally:
         gc.collect()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # A workspace that was cut from a freed block of gigabytes keeps the whole block from being released.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
