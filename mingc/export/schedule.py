@@ -88,7 +88,6 @@ class _Task:
     need: Need
     submit: Callable[[WorkerPool], Future[Any]]
     take: Callable[[Future[Any]], None]
-    is_retried: bool = False
 
 
 class Schedule:
@@ -104,7 +103,8 @@ class Schedule:
     A task starts when its planned memory fits beside that of the tasks that run, on the device and on the host, or when
     nothing runs. With several GPUs it is not known which one a task gets, so the largest tasks, as many as a GPU has
     processes, must fit into one. A task that takes gigabytes of a device has a process of its own, because the end of a
-    process returns all of its memory. A task whose device runs out of memory nevertheless is run again, alone.
+    process returns all of its memory. A task whose device runs out of memory nevertheless is run again when all other
+    processes have ended.
 
     Attributes:
         results: of every graph, once it has run.
@@ -169,7 +169,6 @@ class Schedule:
         self._needs = plan.needs
         self._running: dict[Future[Any], _Task] = {}  # in the order of submission
         self._to_retry: deque[_Task] = deque()
-        self._retry_started = 0.0
         self._limits = MemoryLimits(jobs=self._recipe.jobs, tasks_per_gpu=self._recipe.jobs, free=None)
         self.results: list[GraphResult] = []
         self.quantization_error: dict[str, QuantizationError] = {}
@@ -180,32 +179,41 @@ class Schedule:
         # All equal GPUs, because a check needs up to eight gigabytes and there are as many as there are jobs.
         gpus = equal_gpus() if self._recipe.device == "cuda" else ()
         self._limits = memory_limits(self._recipe.jobs, len(gpus))
-        with worker_pool(self._limits.jobs, gpus) as pool:
-            self._fill(pool)
-            while self._running:
-                finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
-                for future in [each for each in self._running if each in finished]:
-                    ended = self._running.pop(future)
-                    if ended.is_retried:
-                        self._step(AGAIN, ended.name, time.perf_counter() - self._retry_started)
-                    if ran_out_of_memory(future) and not ended.is_retried:
-                        self._to_retry.append(replace(ended, is_retried=True))
-                    else:
-                        ended.take(future)
+        while True:
+            with worker_pool(self._limits.jobs, gpus) as pool:
+                self._run_tasks(pool)
+                if not self._to_retry:
+                    for task in self._to_time:
+                        self._time(pool, task)
+                    return
+            # Processes that wait hold memory, too. They have ended now.
+            while self._to_retry:
+                self._retry(self._to_retry.popleft(), gpus)
+
+    def _run_tasks(self, pool: WorkerPool) -> None:
+        """Run tasks until none is left, or until those that ran beside one that lacked memory have ended."""
+        self._fill(pool)
+        while self._running:
+            finished, _ = wait(self._running, return_when=FIRST_COMPLETED)
+            for future in [each for each in self._running if each in finished]:
+                ended = self._running.pop(future)
+                if ran_out_of_memory(future):
+                    self._to_retry.append(ended)
+                else:
+                    ended.take(future)
+            if not self._to_retry:
                 self._fill(pool)
-            for task in self._to_time:
-                self._time(pool, task)
+
+    def _retry(self, task: _Task, gpus: Sequence[str]) -> None:
+        started = time.perf_counter()
+        self._step(AGAIN, task.name, None)
+        with worker_pool(1, gpus) as pool:
+            future = task.submit(pool)
+            wait([future])
+        self._step(AGAIN, task.name, time.perf_counter() - started)
+        task.take(future)
 
     def _fill(self, pool: WorkerPool) -> None:
-        if any(each.is_retried for each in self._running.values()):
-            return
-        if self._to_retry:
-            if not self._running:
-                task = self._to_retry.popleft()
-                self._retry_started = time.perf_counter()
-                self._step(AGAIN, task.name, None)
-                self._running[task.submit(pool)] = task
-            return
         # Submit no more tasks than there are processes, so that a check does not queue behind compiles.
         while len(self._running) < self._limits.jobs and self._begin_next(pool):
             pass

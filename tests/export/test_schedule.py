@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -394,7 +395,20 @@ def test_a_task_without_memory_runs_again_alone_and_then_fails(
 ) -> None:
     memory = _Memory(monkeypatch, None, 4, per_gpu=4)
     memory.fails = {"cfm.sample": 1, "talker.step": 1}
+    pools: list[tuple[str, int]] = []
+
+    @contextmanager
+    def pool(jobs: int, gpus: Sequence[str]) -> Iterator[WorkerThreads]:
+        pools.append(("begins", jobs))
+        with worker_threads(jobs, gpus) as threads:
+            yield threads
+        pools.append(("ended", jobs))
+
+    monkeypatch.setattr(schedule, "worker_pool", pool)
     steps = _run_within(tmp_path, memory)
+    assert ("begins", 1) in pools
+    for before, (state, _) in zip(["ended", *(each for each, _ in pools)], pools, strict=False):
+        assert state != before, "a process that waits holds memory of the device"
     again = [index for index, (kind, _) in enumerate(steps) if kind == schedule.AGAIN]
     assert len(again) == 2 * 2, "each begins and ends"
     for begun, ended in zip(again[::2], again[1::2], strict=True):
