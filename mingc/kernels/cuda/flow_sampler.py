@@ -16,7 +16,15 @@ from torch import Tensor
 
 from mingc.artifacts.target import ClusterGemmConfig
 from mingc.host.machine import gpu_target
-from mingc.kernels.cuda.nvrtc import CudaModule, Launch, compile_source, pack, tensor_map, unpack
+from mingc.kernels.cuda.nvrtc import (
+    CudaModule,
+    Launch,
+    compile_source,
+    pack,
+    register_operator,
+    tensor_map,
+    unpack,
+)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _WIDTH, _INNER, _HEADS = 1024, 4096, 16
@@ -412,11 +420,4 @@ def _sample_fake(
     )
 
 
-# Not `torch.library.custom_op`: its first call imports torch's compiler, which adds seconds to a server's start.
-_OPS = torch.library.Library("mingc", "FRAGMENT")  # type: ignore[no-untyped-call]
-_OPS.define(  # type: ignore[no-untyped-call]
-    "flow_sample" + torch.library.infer_schema(_sample, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_OPS.impl("flow_sample", _sample, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mingc::flow_sample", _sample_fake, lib=_OPS)
+register_operator("flow_sample", _sample, _sample_fake)

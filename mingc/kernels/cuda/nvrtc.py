@@ -11,7 +11,7 @@ import functools
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,23 @@ _MAP_SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _MAP_PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 
+# Not `torch.library.custom_op`: its first call imports torch's compiler, which adds seconds to a server's start.
+_OPERATORS = torch.library.Library("mingc", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
 class KernelError(OSError):
     """The compiler or the driver is missing or reports an error."""
+
+
+def register_operator(name: str, operator: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register `operator` for CUDA as `torch.ops.mingc.NAME`, with its schema from its annotations.
+
+    `fake` takes the same arguments and returns tensors of the results' shapes and dtypes.
+    """
+    schema = name + torch.library.infer_schema(operator, mutates_args=())
+    _OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _OPERATORS.impl(name, operator, "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"mingc::{name}", fake, lib=_OPERATORS)
 
 
 @functools.cache

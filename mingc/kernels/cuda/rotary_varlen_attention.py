@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mingc.host.machine import gpu_target
-from mingc.kernels.cuda.nvrtc import CudaModule, Launch, compile_source, pack, unpack
+from mingc.kernels.cuda.nvrtc import CudaModule, Launch, compile_source, pack, register_operator, unpack
 
 # Constants of the source: heads of the released model, and what the launches depend on.
 HEADS = 16
@@ -75,11 +75,4 @@ def _attend_fake(qkv: Tensor, *_: object) -> Tensor:
     return torch.empty_like(qkv[:, 0], memory_format=torch.contiguous_format)
 
 
-# Not `torch.library.custom_op`: its first call imports torch's compiler, which adds seconds to a server's start.
-_OPS = torch.library.Library("mingc", "FRAGMENT")  # type: ignore[no-untyped-call]
-_OPS.define(  # type: ignore[no-untyped-call]
-    "rotary_varlen_attention" + torch.library.infer_schema(_attend, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_OPS.impl("rotary_varlen_attention", _attend, "CUDA")  # type: ignore[no-untyped-call]
-torch.library.register_fake("mingc::rotary_varlen_attention", _attend_fake, lib=_OPS)
+register_operator("rotary_varlen_attention", _attend, _attend_fake)
