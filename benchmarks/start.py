@@ -20,7 +20,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -35,9 +35,9 @@ from served import serve
 from mingc.artifacts.artifact import Artifact, new_artifact, open_artifact
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, StageRecord
 from mingc.artifacts.spec import join_path
-from mingc.export.weights.loading import FILE_BYTES, safetensors_header
+from mingc.export.weights.loading import file_groups, safetensors_header
 from mingc.runtime.engines.random_layers import drawn_like
-from mingc.runtime.engines.stage_loader import opened_weights, weights_regions
+from mingc.runtime.engines.stage_loader import opened_weights, weights_regions, weights_within
 
 _THREADS = min(8, os.cpu_count() or 1)
 _PIECE_BYTES = 16 << 20
@@ -61,29 +61,13 @@ def rank_weights(artifact: Artifact, stage: StageRecord, rank: int, device: torc
     with opened_weights(weights_regions(artifact, stage, rank)) as files:
         stored = {name: file.get_tensor(name) for name, file in files.items()}
     weights = [Weight(name, value) for name, value in stored.items()]
-    sources = dict[str, dict[str, torch.Tensor]]()
-    for source in {*stage.repeated.values()}:
-        start = join_path(source, "")
-        sources[source] = {
-            name.removeprefix(start): value.to(device)
-            for name, value in stored.items()
-            if name.startswith(start)
-        }
+    sources = {
+        source: {name: value.to(device) for name, value in weights_within(stored, source).items()}
+        for source in {*stage.repeated.values()}
+    }
     for instance, source in stage.repeated.items():
         weights += [Weight(join_path(instance, name), value, True) for name, value in sources[source].items()]
     return weights
-
-
-def groups(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """The weights of each file."""
-    group, held = list[Weight](), 0
-    for weight in weights:
-        if group and held + weight.like.nbytes > FILE_BYTES:
-            yield group
-            group, held = [], 0
-        group.append(weight)
-        held += weight.like.nbytes
-    yield group
 
 
 def write_file(path: Path, weights: list[Weight]) -> FileRecord:
@@ -114,9 +98,10 @@ def write_artifact(root: Path, folder: Path) -> None:
         written = list[tuple[str, ...]]()
         for rank, files in enumerate(stage.weights if stage.repeated else ()):
             place = PurePosixPath(files[0]).parent
+            weights = rank_weights(artifact, stage, rank, device)
             rank_files = {
                 f"{place}/{index:03}.safetensors": group
-                for index, group in enumerate(groups(rank_weights(artifact, stage, rank, device)))
+                for index, group in enumerate(file_groups(weights, lambda weight: weight.like.nbytes))
             }
             jobs |= rank_files
             written.append((*rank_files,))

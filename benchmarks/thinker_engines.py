@@ -25,7 +25,7 @@ from mingc.export.weights.quantization import prepare
 from mingc.kernels.quantized import FP8, INT4
 from mingc.kernels.triton.moe_config import use_tuned_configs
 from mingc.runtime.engines.base import Graph
-from mingc.runtime.engines.stage_loader import LoadedStage, load_engine
+from mingc.runtime.engines.stage_loader import LoadedStage, load_engine, weights_within
 
 _SCALE = 0.02  # scale of random quantized weights: FP8 of unit variance
 _INT4_MAX = (
@@ -117,7 +117,7 @@ def load(setup: Setup, folder: Path, weights: Mapping[str, Tensor], device: torc
     for name, plan in setup.plans().items():
         instance = plan.spec.layer_instances[0]
         spec = share_weights(plan, piece(setup, instance, weights)).spec
-        own = _within(weights, instance)
+        own = weights_within(weights, instance)
         order = [dim.name for dim in spec.dims if dim.buckets]
         loaded = {}
         for sizes in setup.sizes(name):
@@ -223,14 +223,8 @@ def _module(setup: Setup) -> torch.nn.Module:
 def piece(setup: Setup, instance: str, weights: Mapping[str, Tensor]) -> torch.nn.Module:
     """Eager module at the path `instance`, with its part of the stage's `weights`."""
     module = _module(setup).get_submodule(instance)
-    module.load_state_dict(_within(weights, instance), strict=True, assign=True)
+    module.load_state_dict(weights_within(weights, instance), strict=True, assign=True)
     return module
-
-
-def _within(weights: Mapping[str, Tensor], instance: str) -> dict[str, Tensor]:
-    """Weights of a layer instance, by their names in the module."""
-    start = f"{instance}."
-    return {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
 
 
 def _build(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -24,6 +25,7 @@ from mingc.export.checkpoint import Checkpoint
 from mingc.export.stage import Shard, Stage, WeightSource
 from mingc.export.weights.quantization import prepare, stored_names, stored_tensors
 
+_T = TypeVar("_T")
 _ALIGNMENT = 64  # vector loads of a memory-mapped weight start on a cache line
 # Files are hashed and copied in parallel; registries and object stores refuse too large ones.
 FILE_BYTES = 4 << 30
@@ -81,7 +83,11 @@ def write_weights(
     dtypes = _stored_dtypes(expected, sources, quantization, dtype)
     sizes = {name: expected[name].numel() * each.itemsize for name, each in dtypes.items()}
     path.mkdir(exist_ok=True)
-    for index, group in enumerate(_groups(sources, sizes, quantization, file_bytes)):
+
+    def size_of(source: WeightSource) -> int:
+        return sum(sizes[name] for name in stored_names(source, quantization))
+
+    for index, group in enumerate(file_groups(sources, size_of, file_bytes)):
         names = [name for source in group for name in stored_names(source, quantization)]
         header = safetensors_header({name: (dtypes[name], expected[name].shape) for name in names})
         target = path / f"{index:03}.safetensors"
@@ -107,20 +113,20 @@ def weights_files(path: Path) -> list[Path]:
     return sorted(path.iterdir())
 
 
-def _groups(
-    sources: Sequence[WeightSource],
-    sizes: Mapping[str, int],
-    quantization: Quantization | None,
-    file_bytes: int,
-) -> Iterator[list[WeightSource]]:
-    """The sources of each file, in order; one file without tensors when there are none."""
-    group, held = list[WeightSource](), 0
-    for source in sources:
-        size = sum(sizes[name] for name in stored_names(source, quantization))
+def file_groups(
+    weights: Iterable[_T], size_of: Callable[[_T], int], file_bytes: int = FILE_BYTES
+) -> Iterator[list[_T]]:
+    """The weights of each file, in order; one file without weights when there are none.
+
+    A file has at most `file_bytes` by `size_of`, unless it holds a single weight.
+    """
+    group, held = list[_T](), 0
+    for weight in weights:
+        size = size_of(weight)
         if group and held + size > file_bytes:
             yield group
             group, held = [], 0
-        group.append(source)
+        group.append(weight)
         held += size
     yield group
 

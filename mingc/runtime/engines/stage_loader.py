@@ -63,7 +63,7 @@ class LoadedStage:
         """The graph once for each layer instance, with its weights, in order."""
         first = self[graph]
         return {
-            instance: Graph(first.spec, first.engines, _within(self.weights, instance))
+            instance: Graph(first.spec, first.engines, weights_within(self.weights, instance))
             for instance in first.spec.layer_instances
         }
 
@@ -154,7 +154,7 @@ def _load_graph(
     left_out: Collection[str],
 ) -> Graph:
     engines: dict[tuple[int, ...] | None, Engine] = {}
-    first = _within(weights, graph.spec.layer_instances[0])
+    first = weights_within(weights, graph.spec.layer_instances[0])
     for record in graph.engines:
         engine = files.get(record.file)
         if engine is None:
@@ -177,7 +177,7 @@ def _load_graph(
     return Graph(graph.spec, engines, first)
 
 
-def _within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
+def weights_within(weights: Mapping[str, _Value], instance: str) -> dict[str, _Value]:
     """The weights of a layer instance, by the names that its engine uses."""
     start = join_path(instance, "")
     return {name[len(start) :]: value for name, value in weights.items() if name.startswith(start)}
@@ -189,7 +189,7 @@ def rank_weight_bytes(artifact: Artifact, name: str, rank: int) -> int:
     with opened_weights(weights_regions(artifact, record, rank)) as files:
         # Tensors are mapped here, not read.
         sizes: dict[str, int] = {key: file.get_tensor(key).nbytes for key, file in files.items()}
-    copies = sum(sum(_within(sizes, source).values()) for source in record.repeated.values())
+    copies = sum(sum(weights_within(sizes, source).values()) for source in record.repeated.values())
     return sum(sizes.values()) + copies
 
 
@@ -219,7 +219,7 @@ def _read_weights(
             ) from error
     for instance, source in record.repeated.items():
         if instance not in left_out:
-            for name, value in _within(weights, source).items():
+            for name, value in weights_within(weights, source).items():
                 path = join_path(instance, name)
                 weights[path] = drawn_like(value, path)
     return weights
