@@ -1,8 +1,9 @@
 """Process start → ready with all weights on disk: writes an artifact with every layer, and starts `mingc serve` on it.
 
 An artifact of random weights stores one layer of each kind, and loading draws the others. This script writes the
-drawn layers to FOLDER too, beside hard links to all other files. A FOLDER that is there is served as it is. Before each
-of `--repeats` starts the page cache is dropped; the last start finds the files in it. Each server answers one request.
+drawn layers to FOLDER too, or as many of them as the disk holds, beside hard links to all other files. A FOLDER that is
+there is served as it is. Before each of `--repeats` starts the page cache is dropped; the last start finds the files in
+it. Each server answers one request.
 
     python benchmarks/start.py ARTIFACT FOLDER --json benchmarks/results/start-….json
 """
@@ -20,7 +21,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -42,35 +43,45 @@ from mingc.runtime.engines.stage_loader import opened_weights, weights_regions, 
 _THREADS = min(8, os.cpu_count() or 1)
 _PIECE_BYTES = 16 << 20
 _ANSWER_S, _END_S = 60, 30
+_SPARE_BYTES = 2 << 30  # of the disk, for what else is written meanwhile
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A stored weight, or one that is drawn like `like`."""
+class DrawnWeight:
+    """A weight that is drawn like the stored one `like`."""
 
     name: str
     like: torch.Tensor
-    is_drawn: bool = False
-
-    def value(self) -> torch.Tensor:
-        return drawn_like(self.like, self.name).cpu() if self.is_drawn else self.like
 
 
-def rank_weights(artifact: Artifact, stage: StageRecord, rank: int, device: torch.device) -> list[Weight]:
-    """All weights of a rank; those that others are drawn like are on `device`."""
+def drawn_weights(
+    artifact: Artifact, stage: StageRecord, rank: int, device: torch.device
+) -> dict[str, list[DrawnWeight]]:
+    """The weights of a rank that loading draws, by layer instance. Those that they are drawn like are on `device`."""
     with opened_weights(weights_regions(artifact, stage, rank)) as files:
         stored = {name: file.get_tensor(name) for name, file in files.items()}
-    weights = [Weight(name, value) for name, value in stored.items()]
     sources = {
         source: {name: value.to(device) for name, value in weights_within(stored, source).items()}
         for source in {*stage.repeated.values()}
     }
-    for instance, source in stage.repeated.items():
-        weights += [Weight(join_path(instance, name), value, True) for name, value in sources[source].items()]
-    return weights
+    return {
+        instance: [DrawnWeight(join_path(instance, name), value) for name, value in sources[source].items()]
+        for instance, source in stage.repeated.items()
+    }
 
 
-def write_file(path: Path, weights: list[Weight]) -> FileRecord:
+def fitting(instances: Sequence[dict[str, list[DrawnWeight]]], room: int) -> list[str]:
+    """The first layer instances that fit into `room` bytes; `instances` has those of each rank."""
+    names = list[str]()
+    for instance in instances[0] if instances else ():
+        room -= sum(weight.like.nbytes for rank in instances for weight in rank[instance])
+        if room < 0:
+            break
+        names.append(instance)
+    return names
+
+
+def write_file(path: Path, weights: list[DrawnWeight]) -> FileRecord:
     """Write a file of weights; returns its size and hash."""
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +94,9 @@ def write_file(path: Path, weights: list[Weight]) -> FileRecord:
 
         write(safetensors_header({each.name: (each.like.dtype, each.like.shape) for each in weights}))
         for each in weights:
-            content = each.value().contiguous().view(-1).view(torch.uint8).numpy().data
+            content = (
+                drawn_like(each.like, each.name).cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            )
             for at in range(0, len(content), _PIECE_BYTES):
                 write(content[at : at + _PIECE_BYTES])
     print(f"wrote {path.name} of {path.parent.name}, {size / 1e9:.2f} GB", file=sys.stderr, flush=True)
@@ -91,43 +104,45 @@ def write_file(path: Path, weights: list[Weight]) -> FileRecord:
 
 
 def write_artifact(root: Path, folder: Path) -> None:
-    """Write to `folder` the artifact `root` with all layers."""
+    """Write to `folder` the artifact `root` with the layers that it draws, or the first of them that the disk holds."""
     artifact, device = open_artifact(root), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    manifest, jobs, stages = artifact.manifest, dict[str, list[Weight]](), dict[str, StageRecord]()
+    manifest, jobs, stages = artifact.manifest, dict[str, list[DrawnWeight]](), dict[str, StageRecord]()
+    room = shutil.disk_usage(folder.absolute().parent).free - _SPARE_BYTES
+    is_linked = root.stat().st_dev == folder.absolute().parent.stat().st_dev
+    room -= 0 if is_linked else sum(record.size_bytes for record in manifest.files.values())
     for name, stage in manifest.stages.items():
-        written = list[tuple[str, ...]]()
-        for rank, files in enumerate(stage.weights if stage.repeated else ()):
+        ranks = [
+            drawn_weights(artifact, stage, rank, device)
+            for rank in range(len(stage.weights if stage.repeated else ()))
+        ]
+        written, weights = fitting(ranks, room), list[tuple[str, ...]]()
+        for rank, files in zip(ranks, stage.weights, strict=False):
             place = PurePosixPath(files[0]).parent
-            weights = rank_weights(artifact, stage, rank, device)
+            drawn = [weight for instance in written for weight in rank[instance]]
+            groups = file_groups(drawn, lambda weight: weight.like.nbytes)
             rank_files = {
-                f"{place}/{index:03}.safetensors": group
-                for index, group in enumerate(file_groups(weights, lambda weight: weight.like.nbytes))
+                f"{place}/drawn-{index:03}.safetensors": group for index, group in enumerate(groups)
             }
             jobs |= rank_files
-            written.append((*rank_files,))
-        stages[name] = replace(stage, weights=(*written,), repeated={}) if written else stage
-    dropped = {
-        file for name, stage in manifest.stages.items() if stage.repeated for file in stage.weights_files
-    }
-    kept = {name: record for name, record in manifest.files.items() if name not in dropped}
-    needed = sum(weight.like.nbytes for group in jobs.values() for weight in group)
-    is_linked = root.stat().st_dev == folder.absolute().parent.stat().st_dev
-    needed += 0 if is_linked else sum(record.size_bytes for record in kept.values())
-    free = shutil.disk_usage(folder.absolute().parent).free
-    if needed + (1 << 30) > free:
+            weights.append((*files, *rank_files))
+        room -= sum(weight.like.nbytes for rank in ranks for instance in written for weight in rank[instance])
+        left = {instance: source for instance, source in stage.repeated.items() if instance not in written}
+        stages[name] = replace(stage, weights=(*weights,), repeated=left) if ranks else stage
+    if room < 0 or not jobs:
         raise SystemExit(
-            f"{folder} needs {needed / 1e9:.1f} GB and 1 GB to spare, {free / 1e9:.1f} GB are free"
+            f"{folder}: no layer fits on the disk, which keeps {_SPARE_BYTES / 1e9:.1f} GB to spare"
         )
+    needed = sum(weight.like.nbytes for group in jobs.values() for weight in group)
     print(f"writing {needed / 1e9:.2f} GB in {len(jobs)} files", file=sys.stderr, flush=True)
     with new_artifact(folder, replace_existing=False) as work:
-        for name in kept:
+        for name in manifest.files:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (os.link if is_linked else shutil.copyfile)(root / name, work / name)
         with ThreadPoolExecutor(_THREADS) as pool:
             records = pool.map(lambda name: write_file(work / name, jobs[name]), jobs)
-            kept |= dict(zip(jobs, records, strict=True))
+            all_files = manifest.files | dict(zip(jobs, records, strict=True))
         (work / FILE_NAME).write_text(
-            replace(manifest, stages=stages, files=kept).to_json(), encoding="utf-8"
+            replace(manifest, stages=stages, files=all_files).to_json(), encoding="utf-8"
         )
 
 
@@ -220,6 +235,7 @@ def main() -> None:
     weights = [file for stage in manifest.stages.values() for file in stage.weights_files]
     about["weights_bytes"] = sum(manifest.files[name].size_bytes for name in weights)
     about["weights_files"] = len(weights)
+    about["drawn_layers"] = sum(len(stage.repeated) for stage in manifest.stages.values())
     rows = list[dict[str, Any]]()
 
     def add(row: dict[str, Any]) -> None:
