@@ -138,6 +138,15 @@ def submit(pool: Executor, where: str, work: Callable[..., _T], *arguments: obje
         raise _died(where) from error
 
 
+def start_processes(pool: Executor, jobs: int) -> None:
+    """Start the `jobs` processes of a new pool. They import torch now and not when they get their first task.
+
+    Raises: CompileError when one of them has died.
+    """
+    for _ in range(jobs):
+        submit(pool, "worker processes", os.getpid)
+
+
 def _died(where: str) -> CompileError:
     return CompileError(
         "the process that worked on this died (out of memory?)",

@@ -45,7 +45,6 @@ from mingc.export.schedule import AGAIN, ReportStep, Schedule
 from mingc.export.stages import find
 from mingc.export.tasks.check_graph import GraphResult, Replay
 from mingc.export.tasks.quantization import stored_modules
-from mingc.export.tasks.rank_weights import write_rank
 from mingc.export.tasks.timing import Timer
 from mingc.export.weights.loading import float32_module, weights_files
 from mingc.host.machine import current_host
@@ -108,7 +107,8 @@ def run(
         )
         recorded = _read_voices(plan)
         kernel_configs = _autotune(plan, step)
-        write_first_weights(plan, folder, step)
+        for name in ("weights", "engines", "goldens"):
+            (folder / name).mkdir()
         schedule = Schedule(plan, folder, replay, step, kernel_configs, timer)
         schedule.run()
         peak = max(schedule.peak_rss_bytes, peak_rss_bytes())
@@ -233,16 +233,6 @@ def _autotune(plan: ExportPlan, step: ReportStep) -> dict[str, tuple[TunedKernel
         timed[stage] = autotune(dims, problems, jobs=plan.recipe.jobs, cache=plan.recipe.cache)
         step("kernel_configs", stage, time.perf_counter() - started)
     return timed
-
-
-def write_first_weights(plan: ExportPlan, folder: Path, step: ReportStep) -> None:
-    """Write the first rank's weights of each stage, which its engines need; `Schedule` writes the others."""
-    for name in ("weights", "engines", "goldens"):
-        (folder / name).mkdir()
-    for first, *_ in plan.weights.values():
-        step("weights", first.name, None)
-        written = write_rank(first, plan.recipe, plan.checkpoint, folder)
-        step("weights", first.name, written.seconds)
 
 
 def _stage_records(

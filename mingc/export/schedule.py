@@ -23,13 +23,20 @@ from mingc.artifacts.manifest import (
 )
 from mingc.errors import ArtifactError, CompileError, MingcError, ParityError
 from mingc.export.plan import ExportPlan
-from mingc.export.process_pool import WorkerPool, ran_out_of_memory, result_of, submit, worker_pool
+from mingc.export.process_pool import (
+    WorkerPool,
+    ran_out_of_memory,
+    result_of,
+    start_processes,
+    submit,
+    worker_pool,
+)
 from mingc.export.tasks.check_graph import GraphResult, Replay, check_graph
 from mingc.export.tasks.compile_engine import BuiltEngine, build_engine
 from mingc.export.tasks.graph_task import GraphTask, engine_label
 from mingc.export.tasks.memory_needs import PROCESS_DEVICE, PROCESS_HOST, Need
 from mingc.export.tasks.quantization import measure_quantization_error
-from mingc.export.tasks.rank_weights import WrittenWeights, write_in_worker
+from mingc.export.tasks.rank_weights import WrittenWeights, write_rank
 from mingc.export.tasks.timing import Timer, choose_fastest, size_order, time_graph
 from mingc.host.machine import equal_gpus, free_memory_bytes
 
@@ -93,8 +100,8 @@ class _Task:
 class Schedule:
     """Builds the graphs of an export in `jobs` processes.
 
-    Engines need only the first rank's weights of their stage, which the caller has written. Those of other ranks are
-    written while engines compile, one after another, so that only one rank's weights are in memory. Checks and
+    Weights are written while engines compile, one after another, so that only one rank's weights are in memory. An
+    engine needs only the first rank's weights of its stage. These come first, in the order of the engines. Checks and
     comparisons, which read every rank's weights, start when all of their stage are complete. If several backends are
     tried, their engines are timed at the end, one graph at a time, when nothing else runs. Each task of these graphs
     runs in a separate process, because a backend's library may end it: that backend is refused, as if it had raised an
@@ -143,18 +150,22 @@ class Schedule:
             ]
             for graph in plan.graphs
         }
+        # Longest compiles first, so that no job is left with one at the end.
+        graphs = sorted(plan.graphs, key=lambda each: -each.compile_cost)
         self._to_compile = deque(
             (replace(tasks[graph.name], backend=backend), static_shapes)
-            # Longest compiles first, so that no job is left with one at the end.
-            for graph in sorted(plan.graphs, key=lambda each: -each.compile_cost)
+            for graph in graphs
             for backend in graph.backends
             if backend not in graph.refused
             for static_shapes in graph.sizes
         )
         self._left = Counter(task.name for task, _ in self._to_compile)  # engines to build, by graph
-        self._to_write = deque(
-            rank for each in plan.weights.values() for rank in each[1:]
-        )  # a rank stays until its weights are complete
+        stages = dict.fromkeys([*(graph.stage for graph in graphs), *plan.weights])
+        self._to_write = deque(  # a rank stays until its weights are complete
+            sorted(
+                (rank for stage in stages for rank in plan.weights[stage]), key=lambda rank: rank.shard.rank
+            )
+        )
         self._to_check: list[GraphTask] = []  # one backend of a graph at a time
         self._check_started: dict[str, float] = {}
         self._to_time: list[GraphTask] = []
@@ -178,9 +189,11 @@ class Schedule:
         """Raises: the first error that any process raises, at once; the other processes are terminated."""
         # All equal GPUs, because a check needs up to eight gigabytes and there are as many as there are jobs.
         gpus = equal_gpus() if self._recipe.device == "cuda" else ()
-        self._limits = memory_limits(self._recipe.jobs, len(gpus))
+        # All processes are started at once: no more than can have tasks.
+        self._limits = memory_limits(min(self._recipe.jobs, len(self._to_compile) + 1), len(gpus))
         while True:
             with worker_pool(self._limits.jobs, gpus) as pool:
+                start_processes(pool, self._limits.jobs)
                 self._run_tasks(pool)
                 if not self._to_retry:
                     for task in self._to_time:
@@ -242,7 +255,8 @@ class Schedule:
             if self._is_whole(check.stage):
                 yield self._need("check", check.name), partial(self._begin_check, check)
         for compile_ in self._to_compile:
-            yield self._need("engine", compile_[0].name), partial(self._begin_compile, compile_)
+            if self._has_first_rank(compile_[0].stage):
+                yield self._need("engine", compile_[0].name), partial(self._begin_compile, compile_)
 
     def _need(self, kind: str, name: str) -> Need:
         return self._needs.get((kind, name), Need())
@@ -254,7 +268,7 @@ class Schedule:
         return _Task(
             name=rank.name,
             need=self._need("weights", rank.stage),
-            submit=lambda pool: submit(pool, rank.name, write_in_worker, rank, self._recipe, self._folder),
+            submit=lambda pool: submit(pool, rank.name, write_rank, rank, self._recipe, self._folder),
             take=self._take_written,
         )
 
@@ -310,6 +324,10 @@ class Schedule:
         """The engines of one backend of a graph, by size."""
         records = [each.record for each in self._engines[task.name] if each.record.backend == task.backend]
         return tuple(sorted(records, key=size_order))
+
+    def _has_first_rank(self, stage: str) -> bool:
+        """Whether the first rank's weights of `stage` are written."""
+        return all(rank.stage != stage or rank.shard.rank > 0 for rank in self._to_write)
 
     def _is_whole(self, stage: str) -> bool:
         """Whether every rank's weights of `stage` are written."""

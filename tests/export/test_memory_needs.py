@@ -17,8 +17,10 @@ from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
 from mingc.export.stage import Shard
 from mingc.export.stages import find
+from mingc.export.synthetic.checkpoint import open_synthetic
 from mingc.export.tasks import memory_needs
 
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _RELEASED = Path(__file__).parents[2] / "benchmarks" / "released"
 
 
@@ -112,3 +114,18 @@ def test_experts_of_the_release_have_processes_of_their_own_on_a_gpu() -> None:
     layer = 3 * 257 * 1024 * 4096
     assert needs["check", "thinker.decode_experts"].device > 2 * layer + 2 * layer
     assert needs["engine", "thinker.prefill_experts"].device < 16 << 30
+
+
+def test_random_weights_take_no_more_of_a_gpu_than_planned() -> None:
+    recipe = ExportRecipe(
+        checkpoint=_TINY, output=Path("unused"), target="cuda", dtype="bfloat16", synthetic=True
+    )
+    source, stage = open_synthetic(_TINY), find("thinker")  # a CPU's values take as much as a GPU's
+    config = stage.config(source)
+    counted = _CountedBytes()
+    with counted:
+        for each in stage.weights(config, Shard()):
+            for name in each.tensors:
+                source.part(each.part).read(name)
+    needs = memory_needs.stage_needs(recipe, source, stage, config, ())
+    assert counted.peak <= needs["weights", "thinker"].device < 2 * counted.peak

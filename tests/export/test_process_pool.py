@@ -18,7 +18,14 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
-from mingc.export.process_pool import gives_memory_back, peak_rss_bytes, result_of, submit, worker_pool
+from mingc.export.process_pool import (
+    gives_memory_back,
+    peak_rss_bytes,
+    result_of,
+    start_processes,
+    submit,
+    worker_pool,
+)
 
 _END_S = 100
 # A worker that holds a lock compiles for ten minutes when the export fails.
@@ -61,6 +68,13 @@ def test_each_process_sees_one_of_the_gpus_in_turns(monkeypatch: pytest.MonkeyPa
         while len(seen) < 3:
             seen.update(pool.map(_visible, range(3)))
     assert sorted(seen.values()) == ["5", "5", "GPU-7e"]
+
+
+def test_processes_start_before_they_have_tasks() -> None:
+    others = set(multiprocessing.active_children())
+    with worker_pool(2) as pool:
+        start_processes(pool, 2)
+        assert len(set(multiprocessing.active_children()) - others) == 2
 
 
 def test_processes_for_gpus_share_the_cores() -> None:

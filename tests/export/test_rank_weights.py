@@ -31,7 +31,7 @@ from mingc.export.source import open_source
 from mingc.export.stage import Shard
 from mingc.export.stages import discover
 from mingc.export.stages.thinker import STAGE
-from mingc.export.tasks.rank_weights import rank_weights, write_in_worker
+from mingc.export.tasks.rank_weights import rank_weights, write_rank
 from mingc.export.weights.loading import load_module, weights_files, write_weights
 from mingc.verify.engine_run import run_engine
 
@@ -59,7 +59,7 @@ def test_a_worker_writes_the_same_bytes(tmp_path: Path) -> None:
             checkpoint = open_source(recipe)
             for rank, weights in enumerate(rank_weights(STAGE, recipe, ("head",))):
                 assert weights.name == f"thinker.rank{rank}"
-                written = pool.submit(write_in_worker, weights, recipe, tmp_path).result(_END_S)
+                written = pool.submit(write_rank, weights, recipe, tmp_path).result(_END_S)
                 assert written.seconds > 0 and written.peak_rss_bytes > 10 << 20
                 expected = tmp_path / "expected"
                 write_weights(

@@ -82,7 +82,7 @@ class _Disk:
 
 
 class _Export:
-    """A thinker of four ranks with two graphs, and a sampler of one; the files of the first ranks exist."""
+    """A thinker of four ranks with two graphs, and a sampler of one, which is compiled first."""
 
     def __init__(
         self,
@@ -107,14 +107,12 @@ class _Export:
         sizes = {"thinker.embed": [None], "thinker.head": [None], "cfm.sample": sample_sizes}
         plan = plan_of(recipe, sizes, first="cfm.sample")
         (folder / "weights").mkdir()
-        for first, *_ in plan.weights.values():
-            (folder / first.path).touch()
         for name, stand_in in {
             "worker_pool": worker_threads,
             "build_engine": _build,
             "check_graph": _check,
             "measure_quantization_error": _compare,
-            "write_in_worker": disk.write,
+            "write_rank": disk.write,
         }.items():
             monkeypatch.setattr(schedule, name, stand_in)
         self.schedule = schedule.Schedule(plan, folder, run_engine, self._record, {})
@@ -130,8 +128,9 @@ class _BrokenPool(ThreadPoolExecutor):
         raise BrokenProcessPool("A child process terminated abruptly")
 
 
-def _files(*ranks: int) -> list[tuple[str, str]]:
-    return [("weights", f"thinker.rank{rank}") for rank in ranks]
+def _files(num_ranks: int) -> list[tuple[str, str]]:
+    """Steps of the sampler's weights and those of the thinker's first ranks, in order."""
+    return [("weights", "cfm"), *(("weights", f"thinker.rank{rank}") for rank in range(num_ranks))]
 
 
 def test_a_process_that_dies_between_two_tasks_is_reported_and_not_as_a_bug(
@@ -139,37 +138,41 @@ def test_a_process_that_dies_between_two_tasks_is_reported_and_not_as_a_bug(
 ) -> None:
     export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
     monkeypatch.setattr(schedule, "worker_pool", _BrokenPool)
+    monkeypatch.setattr(schedule, "start_processes", lambda *_: None)
     with pytest.raises(CompileError, match=r"died \(out of memory\?\)") as caught:
         export.schedule.run()
-    assert caught.value.where == "thinker.rank1"
+    assert caught.value.where == "cfm"
 
 
 def test_engines_compile_during_writes_and_checks_wait_for_all_files_of_their_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_compiled = threading.Event()
+    is_compiled = {name: threading.Event() for name in ("cfm.sample", "thinker.head")}
+    before = {"thinker.rank0": "cfm.sample", "thinker.rank1": "thinker.head"}
 
     def wait_for_engines(rank: RankWeights) -> None:
-        assert is_compiled.wait(_WAIT_S), "no engine was compiled while the file was written"
+        if rank.name in before:
+            assert is_compiled[before[rank.name]].wait(_WAIT_S), f"no engine compiles beside {rank.name}"
 
     def compile_(task: GraphTask, static_shapes: dict[str, int] | None) -> BuiltEngine:
         built = _build(task, static_shapes)
-        if task.name == "thinker.head":
-            is_compiled.set()
+        if task.name in is_compiled:
+            is_compiled[task.name].set()
         return built
 
     export = _Export(tmp_path, monkeypatch, _Disk(wait_for_engines), jobs=2)
     monkeypatch.setattr(schedule, "build_engine", compile_)
     export.schedule.run()
     assert sorted(export.begun) == sorted(export.steps), "each step is reported when it begins, too"
-    assert export.begun[:2] == [("weights", "thinker.rank1"), ("engine", "cfm.sample")]
-    assert export.steps[:3] == [
+    assert export.begun[:3] == [("weights", "cfm"), ("weights", "thinker.rank0"), ("engine", "cfm.sample")]
+    compiled = [step for step in export.steps if step[0] != "weights"]
+    assert compiled[:3] == [
         ("engine", "cfm.sample"),
-        ("check", "cfm.sample"),  # one rank: its file exists
+        ("check", "cfm.sample"),  # one rank: its weights are complete
         ("engine", "thinker.embed"),
     ]
     assert sorted(export.steps[-2:]) == [("check", "thinker.embed"), ("check", "thinker.head")]
-    assert [step for step in export.steps if step[0] == "weights"] == _files(1, 2, 3)
+    assert [step for step in export.steps if step[0] == "weights"] == _files(4)
     assert len(export.schedule.results) == 3
     assert export.schedule.quantization_error == {"thinker": _LOST}
     assert export.schedule.peak_rss_bytes == 3
@@ -179,7 +182,7 @@ def test_one_job_writes_the_files_and_then_compiles(tmp_path: Path, monkeypatch:
     export = _Export(tmp_path, monkeypatch, _Disk(), jobs=1)
     export.schedule.run()
     graphs = [("cfm", "sample"), ("thinker", "embed"), ("thinker", "head")]
-    assert export.steps == _files(1, 2, 3) + [
+    assert export.steps == _files(4) + [
         (kind, f"{stage}.{graph}") for stage, graph in graphs for kind in ("engine", "check")
     ]
 
@@ -239,7 +242,7 @@ def test_a_file_that_fails_ends_the_export_with_its_error(
     export = _Export(tmp_path, monkeypatch, _Disk(fail), jobs=jobs)
     with pytest.raises(CheckpointError, match="tensor x is missing"):
         export.schedule.run()
-    assert [step for step in export.steps if step[0] == "weights"] == _files(1)
+    assert [step for step in export.steps if step[0] == "weights"] == _files(2)
     assert not [step for step in export.steps if step[0] == "check" and step[1] != "cfm.sample"]
     assert not (tmp_path / "weights" / "thinker.rank3").exists()
 
@@ -258,7 +261,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str | None) -> li
     monkeypatch.setattr(schedule, "check_graph", check)
     plan = plan_export(ExportRecipe(checkpoint=_TINY, output=tmp_path / "out", stages=_STAGES))
     step = export_run.step_counter(plan, steps.append)
-    export_run.write_first_weights(plan, tmp_path, step)
+    (tmp_path / "weights").mkdir()
     try:
         schedule.Schedule(plan, tmp_path, run_engine, step, {}).run()
     except CompileError:
@@ -271,7 +274,9 @@ def test_every_engine_is_reported_when_compiled_and_checked_before_the_next(
 ) -> None:
     steps = _run(tmp_path, monkeypatch, None)
     files, graphs = steps[: len(_STAGES)], steps[len(_STAGES) :]
-    assert [(step.name, step.subject) for step in files] == [("weights", name) for name in _STAGES]
+    stages = dict.fromkeys(step.subject.partition(".")[0] for step in graphs)
+    assert {*stages} == {*_STAGES}
+    assert [(step.name, step.subject) for step in files] == [("weights", name) for name in stages]
     assert [step.name for step in graphs] == ["engine", "check"] * (len(graphs) // 2)
     assert [step.subject for step in graphs[::2]] == [step.subject for step in graphs[1::2]]
     assert graphs[0].subject == "cfm.sample"
@@ -299,6 +304,7 @@ class _Memory:
         monkeypatch.setattr(schedule, "memory_limits", lambda *_: limits)
         monkeypatch.setattr(schedule, "worker_pool", worker_threads)
         monkeypatch.setattr(schedule, "build_engine", self._build)
+        monkeypatch.setattr(schedule, "write_rank", _Disk().write)
         monkeypatch.setattr(
             schedule, "check_graph", lambda task, *given: self._hold("check", task, _check(task, *given))
         )
@@ -342,8 +348,6 @@ def _run_within(tmp_path: Path, memory: _Memory, **options: Any) -> list[tuple[s
     steps: list[tuple[str, str]] = []
     (tmp_path / "weights").mkdir()
     plan = plan_of(recipe, _SIZES, needs=_NEEDS)
-    for first, *_ in plan.weights.values():
-        (tmp_path / first.path).touch()
     schedule.Schedule(plan, tmp_path, run_engine, lambda *step: steps.append(step[:2]), {}).run()
     return steps
 

@@ -83,6 +83,9 @@ def stage_needs(
     largest = max(exact.values(), default=0)
     # Quantizing computes in float32: the values, their quotients and two temporaries.
     device = 16 * max(quantized, default=0) if quantization is not None and is_cuda else 0
+    if recipe.synthetic and is_cuda:
+        # Random values are scaled in float32.
+        device = max([device, *(8 * math.prod(shape) for source in sources for shape in source.shapes)])
     found["weights", stage.name] = Need(device=device, host=2 * largest)
     found["compare", stage.name] = Need(host=4 * max(_by_half_layer(exact), default=0))
     return found

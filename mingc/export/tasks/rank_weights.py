@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mingc.export.checkpoint import Checkpoint
 from mingc.export.process_pool import gives_memory_back, peak_rss_bytes
 from mingc.export.recipe import ExportRecipe, first_shard, stage_options
 from mingc.export.source import open_source
@@ -56,15 +55,13 @@ def rank_weights(stage: Stage, recipe: ExportRecipe, omitted: Collection[str]) -
 
 
 @gives_memory_back()
-def write_rank(
-    weights: RankWeights, recipe: ExportRecipe, checkpoint: Checkpoint, folder: Path
-) -> WrittenWeights:
+def write_rank(weights: RankWeights, recipe: ExportRecipe, folder: Path) -> WrittenWeights:
     """Write `weights` into the artifact under construction in `folder`.
 
     Raises: CheckpointError, ExportError.
     """
     started = time.perf_counter()
-    stage = find(weights.stage)
+    checkpoint, stage = open_source(recipe), find(weights.stage)
     write_weights(
         checkpoint,
         stage,
@@ -77,8 +74,3 @@ def write_rank(
         device=torch.device(recipe.device),
     )
     return WrittenWeights(seconds=time.perf_counter() - started, peak_rss_bytes=peak_rss_bytes())
-
-
-def write_in_worker(weights: RankWeights, recipe: ExportRecipe, folder: Path) -> WrittenWeights:
-    """`write_rank` for a worker process, which opens the checkpoint itself."""
-    return write_rank(weights, recipe, open_source(recipe), folder)
