@@ -29,7 +29,7 @@ def places_of_parts(source: str, sizes: Sequence[int]) -> Iterator[int]:
 
     The others end between words where their share of the source ends.
     """
-    gaps = [match.end() for match in _GAP.finditer(source)]
+    gaps = [match.end() for match in _GAP.finditer(source)] if len(sizes) > 1 else []
     place = 0
     for size in accumulate(sizes[:-1]):
         share = size / sum(sizes) * len(source)

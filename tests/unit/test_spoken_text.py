@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mingc.text.natural.markup import plain_text
+from mingc.text.natural.reading import read_clause
 from mingc.text.spoken import SPEECH_TEXTS, SpeechText, SpokenText, spoken_pieces
 from mingc.text.spoken_piece import SpokenPiece
 
@@ -114,6 +116,20 @@ def test_words_without_markup_are_left_as_they_are(text: str) -> None:
     assert plain_text(f"{text}\u200b") == f"{text} "
 
 
+_DELICATE = (
+    "the", "It's", "don’t", "I", "A", "x", "St", "Dr", "vs", "WW", "II", "VI", "Mon", "etc", "min", "No", "Mr", "Ph",
+    "chapter", "well-known", "Mon-Fri",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["the", "King", "part"])
+def test_words_are_read_as_by_all_rules(first: str) -> None:
+    """With and without a sign before them, for which all rules run."""
+    for second, third, mark in product(_DELICATE, _DELICATE, ("", ".", ",")):
+        text = f"{first} {second} {third}{mark}"
+        assert read_clause(f"¥ {text}", "en") == (f"yen {read_clause(text, 'en')[0]}", "en")
+
+
 @pytest.mark.parametrize(
     ("text", "spoken"),
     [
@@ -126,6 +142,7 @@ def test_words_without_markup_are_left_as_they_are(text: str) -> None:
         ("if a < b then", "if a is less than b then"),
         ("a<b and c>d", "a is less than b and c is greater than d"),
         ("Use the <name> field", "Use the name field"),
+        ("Then a - b = c", "Then a minus b equals c"),
         ("10-\n20", "ten. twenty"),
     ],
 )

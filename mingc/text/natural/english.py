@@ -721,7 +721,11 @@ _LINK = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _INITIALS = re.compile(r"(?<![\w.])(?:[A-Za-z]\.){2,}(?:[A-Za-z](?![\w.]))?")
-_NEEDS_RULES = re.compile(r"[\d½⅓⅔¼¾⅕-⅞⅑⅒^#~*×·$€£¥-]|\b(?:[A-Z][a-z]{1,8}\s?[-–—.]|[IVXL]+\b)")
+# Hyphens inside words, and the pronoun I, need none.
+_NEEDS_RULES = re.compile(
+    r"[\d½⅓⅔¼¾⅕-⅞⅑⅒^#~*×·$€£¥]|(?<![a-z])-|-(?![a-z])|\b(?:[A-Z][a-z]{1,8}\s?[-–—.]|[IVXL]{2,}\b|[VXL]\b)"
+)
+_FIRST = re.compile(rf"\b(?:(?i:{_ROMAN_BEFORE})s?|{_ROMAN_NAMES}) I\b")
 _SYMBOL = re.compile("|".join(re.escape(each) for each in _SYMBOLS))
 _STREET = re.compile(
     r"(?<=\w )(?P<word>St|Dr)\.?(?=\s+(?:[a-z(]|[A-Z][a-z]+,)|\s*(?:[,;)]|$))|\b(?P<title>St|Dr)\.?(?=\s+[A-Z])"
@@ -773,6 +777,11 @@ def _abbreviation(match: _Match) -> str:
     return word + ("." if match.end() == len(match.string.rstrip()) else "")
 
 
+def has_abbreviation(text: str) -> bool:
+    """Whether a word with a full stop behind it is short for another one."""
+    return "." in text and _ABBREVIATION.search(text) is not None
+
+
 def read_english(text: str) -> str:
     """The words of a clause without markup. Letters that are not English stay."""
     text = _FILE_DOT.sub(" dot ", _LINK.sub(_host, text))
@@ -783,7 +792,7 @@ def read_english(text: str) -> str:
         text = re.sub(r"\bPh\.\s?D\b\.?", "P h D", text)
     for pattern, word in _WORDS:
         text = pattern.sub(word, text)
-    if _NEEDS_RULES.search(text):
+    if _NEEDS_RULES.search(text) or (" I" in text and _FIRST.search(text)):
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
     text = _INITIALS.sub(lambda found: " ".join(found[0].replace(".", "")) + " ", text)

@@ -7,13 +7,19 @@ import unicodedata
 from typing import Literal
 
 from mingc.text.natural.chinese import read_chinese
-from mingc.text.natural.english import read_english
+from mingc.text.natural.english import has_abbreviation, read_english
 from mingc.text.natural.markup import plain_text
 
 Language = Literal["en", "zh", "other"]
 
 _IDEOGRAPH = re.compile("[㐀-䶿一-鿿豈-﫿]")
 _KANA_OR_HANGUL = re.compile("[぀-ヿㇰ-ㇿ가-힯ᄀ-ᇿ]")
+# A clause of words alone, with a mark at its end: no rule of English changes it. Behind a capital, a full stop may
+# belong to an abbreviation; `I` may be a number.
+_AS_WRITTEN = re.compile(
+    r"\s*((?:(?!(?:vs|St|Dr)\b)[A-Z]?[a-z]++(?:['’][a-z]++)*+ )*"
+    r"(?:(?!vs\b)[a-z]++(?:['’][a-z]++)*+[,;:!?.]?|(?!(?:St|Dr)\b)[A-Z][a-z]++[,;:!?]?))\s*"
+)
 _LATIN_WORD = re.compile(r"[A-Za-zÀ-ɏ]+(?:['’][A-Za-z]+)*")
 _AFTER_NUMBER = re.compile(r"(?<=\d)[°º]?[A-Za-zµμ/]{1,4}(?![A-Za-z])")
 _QUOTES = str.maketrans(dict.fromkeys("\"“”„«»「」『』《》〈〉", " ") | {"(": ",", ")": ",", "[": ",", "]": ",",
@@ -51,6 +57,8 @@ def read_clause(text: str, before: Language) -> tuple[str, Language]:
     """
     if not text or text.isspace():
         return "", before
+    if (words := _AS_WRITTEN.fullmatch(text)) and not has_abbreviation(words[1]):
+        return words[1].replace("’", "'"), "en"
     text = plain_text(text)
     language = language_of(text, before)
     if language == "en":
