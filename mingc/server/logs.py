@@ -208,11 +208,11 @@ class RequestContext:
             self._metrics.count(route, status)
             if span is not None:
                 tracing.end(span, status)
-            _log_access(scope, status, time.monotonic() - began)
+            _log_access(scope, route, status, time.monotonic() - began)
 
 
-def _log_access(scope: Scope, status: str, seconds: float) -> None:
-    level = logging.DEBUG if status < "400" and route_of(scope) in _PROBES else logging.INFO
+def _log_access(scope: Scope, route: str, status: str, seconds: float) -> None:
+    level = logging.DEBUG if status < "400" and route in _PROBES else logging.INFO
     if not access_log.isEnabledFor(level):
         return
     client = scope.get("client")

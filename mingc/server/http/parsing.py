@@ -331,26 +331,22 @@ def _unsupported(param: str, why: str) -> RequestError:
 
 
 def refuse_all(body: msgspec.Struct, refused: Refused, prefix: str = "") -> None:
+    """Refuse known but unsupported fields, except with a value that requests nothing."""
     for name, (why, neutral) in refused.items():
-        _refuse(body, name, why, unless=neutral, prefix=prefix)
-
-
-def _refuse(
-    body: msgspec.Struct, name: str, why: str, *, unless: Sequence[object] = (), prefix: str = ""
-) -> None:
-    """Refuse a known but unsupported field, except with a value that requests nothing."""
-    value = getattr(body, name)
-    if not value:
-        return
-    if isinstance(value, msgspec.Raw):
-        value = decode_small(value)
-    elif isinstance(value, str):  # of a form, where all but texts are JSON
-        with suppress(msgspec.DecodeError, RecursionError):
-            value = msgspec.json.decode(value)
-    # `1 == True` in Python, not in JSON
-    neutral = any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in unless)
-    if value is not None and not neutral:
-        raise _unsupported(prefix + name, why)
+        value = getattr(body, name)
+        if not value:
+            continue
+        if isinstance(value, msgspec.Raw):
+            value = decode_small(value)
+        elif isinstance(value, str):  # of a form, where all but texts are JSON
+            with suppress(msgspec.DecodeError, RecursionError):
+                value = msgspec.json.decode(value)
+        # `1 == True` in Python, not in JSON
+        is_neutral = any(
+            value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral
+        )
+        if value is not None and not is_neutral:
+            raise _unsupported(prefix + name, why)
 
 
 def _audio(
