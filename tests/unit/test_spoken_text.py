@@ -143,6 +143,7 @@ def test_words_are_read_as_by_all_rules(first: str) -> None:
         ("a<b and c>d", "a is less than b and c is greater than d"),
         ("Use the <name> field", "Use the name field"),
         ("Then a - b = c", "Then a minus b equals c"),
+        ("Read chapter XC", "Read chapter ninety"),
         ("10-\n20", "ten. twenty"),
     ],
 )

@@ -723,9 +723,9 @@ _LINK = re.compile(
 _INITIALS = re.compile(r"(?<![\w.])(?:[A-Za-z]\.){2,}(?:[A-Za-z](?![\w.]))?")
 # Hyphens inside words, and the pronoun I, need none.
 _NEEDS_RULES = re.compile(
-    r"[\d½⅓⅔¼¾⅕-⅞⅑⅒^#~*×·$€£¥]|(?<![a-z])-|-(?![a-z])|\b(?:[A-Z][a-z]{1,8}\s?[-–—.]|[IVXL]{2,}\b|[VXL]\b)"
+    r"[\d½⅓⅔¼¾⅕-⅞⅑⅒^#~*×·$€£¥]|(?<![a-z])-|-(?![a-z])|\b(?:[A-Z][a-z]{1,8}\s?[-–—.]|(?:[IVXL]{2,}|[VXL]|XC[IVX]*)\b)"
 )
-_FIRST = re.compile(rf"\b(?:(?i:{_ROMAN_BEFORE})s?|{_ROMAN_NAMES}) I\b")
+_NUMBERED_I = re.compile(rf"\b(?:(?i:{_ROMAN_BEFORE})s?|{_ROMAN_NAMES}) I\b")
 _SYMBOL = re.compile("|".join(re.escape(each) for each in _SYMBOLS))
 _STREET = re.compile(
     r"(?<=\w )(?P<word>St|Dr)\.?(?=\s+(?:[a-z(]|[A-Z][a-z]+,)|\s*(?:[,;)]|$))|\b(?P<title>St|Dr)\.?(?=\s+[A-Z])"
@@ -792,7 +792,7 @@ def read_english(text: str) -> str:
         text = re.sub(r"\bPh\.\s?D\b\.?", "P h D", text)
     for pattern, word in _WORDS:
         text = pattern.sub(word, text)
-    if _NEEDS_RULES.search(text) or (" I" in text and _FIRST.search(text)):
+    if _NEEDS_RULES.search(text) or (" I" in text and _NUMBERED_I.search(text)):
         for pattern, replacement in _RULES:
             text = pattern.sub(replacement, text)
     text = _INITIALS.sub(lambda found: " ".join(found[0].replace(".", "")) + " ", text)
