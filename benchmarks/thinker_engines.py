@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mingc.artifacts.manifest import TunedKernel
 from mingc.artifacts.spec import Quantization
-from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table
+from mingc.export.autotune.tuning import autotune, moe_problems, tuned_table, with_choice
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.trace import capture, share_weights
 from mingc.export.layers.decoder import PAGE_SIZE, DecoderConfig
@@ -98,7 +98,7 @@ def tune_kernels(setup: Setup, folder: Path, jobs: int) -> tuple[TunedKernel, ..
     dims = stage.experts(config, Shard(world_size=setup.world_size))
     if dims is None:
         return ()
-    problems = moe_problems(dims, setup.quantize, (*setup.batches, *setup.chunks))
+    problems = with_choice(moe_problems(dims, setup.quantize, (*setup.batches, *setup.chunks)))
     return autotune(dims, problems, jobs=jobs, cache=folder)
 
 

@@ -30,6 +30,7 @@ from mingc.export.autotune.tuning import (
     problems_to_tune,
     record_of,
     tuned_table,
+    with_choice,
 )
 from mingc.export.compile.backends import aoti
 from mingc.export.compile.kernel_sources import kernel_sources
@@ -278,6 +279,17 @@ def test_an_export_times_decode_steps_and_prefill_chunks() -> None:
     assert {(problem.weight_format, problem.intermediate_size) for problem in problems} == {(1, 128)}
 
 
+@pytest.mark.parametrize(("quantization", "tokens"), [("int4", [64, 512]), ("fp8", [64, 128, 256, 512])])
+def test_chunks_that_cuda_multiplies_are_not_timed(
+    quantization: str, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = moe_problems(replace(DIMS, intermediate_size=1024), quantization, [64, 128, 256, 512])
+    monkeypatch.setattr(tuning, "gpu_target", lambda: H200)
+    assert [each.tokens for each in with_choice(problems)] == tokens
+    monkeypatch.setattr(tuning, "gpu_target", lambda: replace(H200, kernels=frozenset({"triton"})))
+    assert with_choice(problems) == problems
+
+
 def test_nothing_is_timed_on_an_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "gpu_target", lambda: lookup((8, 0), "NVIDIA A100-SXM4-80GB", 108))
     assert _found(_recipe(), LargeExperts()) is None
@@ -363,6 +375,8 @@ def test_keys_cover_the_source_of_all_kernels_and_the_gpu_table() -> None:
         "triton/moe_config.py",
         "cuda/flow_sampler.py",
         "cuda/flow_sampler.cu",
+        "cuda/int4_experts.py",
+        "cuda/int4_experts.cu",
         "cuda/rotary_varlen_attention.py",
         "cuda/rotary_varlen_attention.cu",
         "cuda/nvrtc.py",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mingc.kernels.dispatch import plain_torch
 from mingc.kernels.linear import linear
-from mingc.kernels.moe_experts import ExpertWeights, moe_experts
+from mingc.kernels.moe_experts import ExpertWeights, has_int4_kernel, moe_experts
 from mingc.kernels.quantized import quantize_fp8, quantize_int4
 from mingc.kernels.router import route_hidden
 from mingc.kernels.triton import moe_config
@@ -72,7 +72,8 @@ def rounded_swiglu(x: Tensor, expert: ExpertWeights) -> Tensor:
     return rounded_gemm(F.silu(gate) * up, expert.down, expert.down_scale)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 700, 1100])
+# With size 512 CUDA C++ multiplies INT4 for 65 to 256 tokens.
+@pytest.mark.parametrize("tokens", [1, 2, 16, 37, 64, 65, 131, 256, 257, 700, 1100])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("size", [128, 512])
 def test_experts(tokens: int, weight_format: str, size: int) -> None:
@@ -96,11 +97,11 @@ def test_an_fp8_gemm(rows: int) -> None:
     check(linear(x, weight, None, scale), rounded_gemm(x, weight, scale))
 
 
-@pytest.mark.parametrize("tokens", [40, 200])
+@pytest.mark.parametrize(("tokens", "size"), [(40, 128), (200, 128), (200, 512), (256, 512)])
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-def test_all_tokens_routed_to_the_same_experts(tokens: int, weight_format: str) -> None:
+def test_all_tokens_routed_to_the_same_experts(tokens: int, size: int, weight_format: str) -> None:
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts = make(weight_format, 128, EXPERTS)
+    experts = make(weight_format, size, EXPERTS)
     ids = torch.tensor([[31, 7, 0, 12]], device="cuda").expand(tokens, -1).contiguous()
     choice = ids, torch.rand(tokens, CHOSEN, device="cuda")
     with plain_torch():
@@ -108,12 +109,14 @@ def test_all_tokens_routed_to_the_same_experts(tokens: int, weight_format: str) 
     check(moe_experts(x, *choice, *experts), expected)
 
 
-@pytest.mark.parametrize("tokens", [12, 60, 300, 1100])
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(12, 256), (60, 256), (65, 512), (256, 512), (300, 256), (1100, 256)]
+)
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -> None:
+def test_a_token_does_not_depend_on_its_batch(tokens: int, size: int, weight_format: str) -> None:
     """Replace all tokens but the middle one and their experts: the middle one keeps its bits."""
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(weight_format, 256, EXPERTS), make(weight_format, 256)
+    experts, shared = make(weight_format, size, EXPERTS), make(weight_format, size)
     ids, mix = random_routing(tokens)
     kept = tokens // 2
     before = moe_experts(x, ids, mix, *experts, shared=shared)[kept]
@@ -122,6 +125,21 @@ def test_a_token_does_not_depend_on_its_batch(tokens: int, weight_format: str) -
         mine[kept] = own[kept]
     after = moe_experts(others, other_ids, other_mix, *experts, shared=shared)[kept]
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("tokens", [65, 200, 256])
+def test_int4_in_cuda_and_in_triton(tokens: int) -> None:
+    """The same result within rounding, in CUDA C++ the same bits each time."""
+    from mingc.kernels.triton.moe_prefill import moe_prefill  # needs Triton
+
+    assert has_int4_kernel(tokens, HIDDEN, 512)
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    experts, choice = make("int4", 512, EXPERTS), random_routing(tokens)
+    in_triton = moe_prefill(x, *choice, *experts, None, None)
+    values = [moe_experts(x, *choice, *experts) for _ in range(3)]
+    check(values[0], in_triton)
+    assert not torch.equal(values[0], in_triton)  # other kernels ran
+    assert all(torch.equal(each, values[0]) for each in values)
 
 
 def test_splitting_rows_rounds_nothing() -> None:
@@ -190,12 +208,12 @@ def test_ties_go_to_the_first_experts() -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize("tokens", [1, 6, 80])
-def test_compiled(weight_format: str, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "size"), [(1, 128), (6, 128), (80, 128), (80, 512)])
+def test_compiled(weight_format: str, tokens: int, size: int) -> None:
     """The code that the compiler generates contains the kernels' helpers and constants."""
     torch._dynamo.reset()  # all cases compile the same code, and together they would exceed the recompile limit
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
-    experts, shared = make(weight_format, 128, EXPERTS), make(weight_format, 128)
+    experts, shared = make(weight_format, size, EXPERTS), make(weight_format, size)
     weight = (torch.randn(1, EXPERTS, HIDDEN, device="cuda") * HIDDEN**-0.5).to(torch.bfloat16)
     bias = torch.zeros(1, EXPERTS, device="cuda")
 

@@ -145,14 +145,15 @@ def test_a_kernel_uses_every_parameter_that_it_has(name: str) -> None:
     assert {each.arg for each in function.args.args} - used <= {"SPLITS"}
 
 
-def test_symbols_of_the_attention_source_are_those_that_are_launched() -> None:
-    source = (KERNELS / "cuda" / "rotary_varlen_attention.cu").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["int4_experts", "rotary_varlen_attention"])
+def test_symbols_of_a_cuda_source_are_those_that_are_launched(name: str) -> None:
+    source = (KERNELS / "cuda" / f"{name}.cu").read_text(encoding="utf-8")
     declared = re.findall(r"(mingc_\w+)\(const __grid_constant__", source)
-    launcher = (KERNELS / "cuda" / "rotary_varlen_attention.py").read_text(encoding="utf-8")
+    launcher = (KERNELS / "cuda" / f"{name}.py").read_text(encoding="utf-8")
     assert sorted(declared) == sorted(re.findall(r'"(mingc_\w+)"', launcher))
 
 
-def test_symbols_of_the_cuda_source_are_those_that_are_launched() -> None:
+def test_symbols_of_the_sampler_source_are_those_that_are_launched() -> None:
     source = (KERNELS / "cuda" / "flow_sampler.cu").read_text(encoding="utf-8")
     declared = set(re.findall(r"^\s+mingc_dit_(\w+)\(const __grid_constant__", source, re.MULTILINE))
     declared |= set(re.findall(r"__launch_bounds__\(256\) mingc_dit_(\w+)\(", source))

@@ -1,13 +1,18 @@
 """Routed experts: both reference forms against a loop over tokens, and independence of the batch."""
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingc.kernels import dispatch
 from mingc.kernels import moe_experts as kernel
+from mingc.kernels.cuda import int4_experts
 from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.quantized import dequantize, quantize_fp8, quantize_int4
 
@@ -100,3 +105,81 @@ def test_quantized_weights_with_a_shared_expert(
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: is_captured)
     got = moe_experts(x, ids, weights, stored_up, stored_down, up_scale, down_scale, shared=shared)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def make_int4(tokens: int, hidden: int, inner: int) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
+    """Four experts without values, two a token."""
+    stored = [
+        torch.empty(4, *shape, dtype=torch.uint8)
+        for shape in ((2 * inner, hidden // 2), (hidden, inner // 2))
+    ]
+    scales = [torch.empty(*each.shape[:2], each.shape[2] // 64, dtype=torch.bfloat16) for each in stored]
+    x = torch.empty(tokens, hidden, dtype=torch.bfloat16)
+    return (
+        x,
+        torch.zeros(tokens, 2, dtype=torch.int64),
+        torch.zeros(tokens, 2),
+        ExpertWeights(*stored, *scales),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "families", "code"),
+    [
+        (65, 512, 512, ("triton", "clusters"), "code"),
+        (256, 4096, 1024, ("triton", "clusters"), "code"),
+        (257, 512, 512, ("triton", "clusters"), None),
+        (65, 512, 512, ("triton",), None),
+        (65, 512, 256, ("triton", "clusters"), None),
+        (65, 768, 512, ("triton", "clusters"), None),
+        (65, 4608, 512, ("triton", "clusters"), None),
+    ],
+)
+def test_cuda_multiplies_int4_where_its_sizes_fit(
+    tokens: int,
+    hidden: int,
+    inner: int,
+    families: tuple[str, ...],
+    code: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if on a GPU with these kernel families."""
+    calls: list[tuple[Any, ...]] = []
+    recorder = SimpleNamespace(moe_prefill=lambda *given: calls.append(given), moe_decode=None)
+    for name in ("moe_prefill", "moe_decode"):
+        monkeypatch.setitem(sys.modules, f"mingc.kernels.triton.{name}", recorder)
+    x, ids, weights, experts = make_int4(tokens, hidden, inner)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        on_gpu.setattr(dispatch, "_has_kernels", lambda index, family: family in families)
+        on_gpu.setattr(int4_experts, "machine_code", lambda device: "code")
+        moe_experts(x, ids, weights, *experts)
+        moe_experts(x, ids, weights, experts.gate_up.view(torch.int8), *experts[1:])  # no INT4
+        moe_experts(x.half(), ids, weights, *experts)
+    assert [given[-1] for given in calls] == [code, None, None]
+
+
+def test_a_chunk_that_cuda_would_multiply_runs_in_torch_on_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(70, 512, generator=generator).bfloat16()
+    ids = torch.rand(70, 4, generator=generator).topk(2).indices
+    weights = torch.rand(70, 2, generator=generator)
+    gate_up, gate_up_scale = quantize_int4(torch.randn(4, 1024, 512, generator=generator) / 22)
+    down, down_scale = quantize_int4(torch.randn(4, 512, 512, generator=generator) / 22)
+    got = moe_experts(x, ids, weights, gate_up, down, gate_up_scale, down_scale)
+    expected = plain(
+        x,
+        ids,
+        weights,
+        dequantize(gate_up, gate_up_scale, torch.float32),
+        dequantize(down, down_scale, torch.float32),
+    )
+    assert (got.double() - expected).norm() / expected.norm() < 0.01
+
+
+def test_the_int4_operator_has_a_row_for_each_pair() -> None:
+    x, _, _, experts = make_int4(70, 512, 512)
+    order, table = torch.empty(140, dtype=torch.int32), torch.empty(3, 16, dtype=torch.int32)
+    given = [each.to("meta") for each in (x, order, table, *experts)]
+    out = torch.ops.mingc.int4_experts(*given, 13, "code")
+    assert (out.shape, out.dtype) == ((140, 512), torch.bfloat16)

@@ -49,16 +49,17 @@ def test_the_operator_has_the_shape_and_the_cost_of_attention() -> None:
 _CALL = """
 import sys
 import torch
-import mingc.runtime.engines.backends.aoti  # registers the op
+import mingc.runtime.engines.backends.aoti  # registers the ops
 
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 keys = ("CUDA", "CPU", "CompositeExplicitAutograd")
-assert [key for key in keys if has_kernel("mingc::rotary_varlen_attention", key)] == ["CUDA"]
+for name in ("mingc::rotary_varlen_attention", "mingc::int4_experts"):
+    assert [key for key in keys if has_kernel(name, key)] == ["CUDA"]
 compilers = [name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules]
 assert not compilers, compilers
 """
 
 
-def test_a_server_registers_the_operator_without_importing_a_compiler() -> None:
+def test_a_server_registers_the_operators_without_importing_a_compiler() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(mingc.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", _CALL], env=environment, check=True, timeout=300)

@@ -38,7 +38,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "mingc.commands": (),
     # kernels/triton and kernels/cuda hold GPU code; the files beside them dispatch to it.
     "mingc.kernels.chunk_layout": (),
-    "mingc.kernels.triton": ("mingc.artifacts.target", "mingc.host.machine", "mingc.kernels.chunk_layout"),
+    "mingc.kernels.triton": (
+        "mingc.artifacts.target",
+        "mingc.host.machine",
+        "mingc.kernels.chunk_layout",
+        "mingc.kernels.cuda",
+    ),
     "mingc.kernels.cuda": ("mingc.artifacts.target", "mingc.host.machine"),
     # What a server runs where no engine samples; its GPU code is loaded by exports alone.
     "mingc.kernels.sample_tokens": ("mingc.kernels.dispatch", "mingc.kernels.triton"),
@@ -160,6 +165,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "mingc.export.stage",
         "mingc.host.machine",
         "mingc.kernels",
+        "mingc.kernels.dispatch",
         "mingc.kernels.triton",
     ),
     "mingc.export.tasks": (

@@ -102,13 +102,24 @@ def experts_of(weight_format: str, size: int, *leading: int) -> tuple[Tensor | N
 
 def experts() -> None:
     decode, prefill, gemv = module("moe_decode"), module("moe_prefill"), module("moe_gemv")
+    for tokens in (65, 256):
+        prefill.moe_prefill(
+            empty(tokens, 4096),
+            ints(tokens, 8),
+            floats(tokens, 8),
+            *experts_of("int4", 1024, 256),
+            None,
+            "code",
+        )
     for weight_format in FORMATS:
         for size in (128, 256, 512, 1024):
             routed, shared = experts_of(weight_format, size, 256), experts_of(weight_format, size)
             for tokens in (1, 2, 16, 64):
                 decode.moe_decode(empty(tokens, 4096), ints(tokens, 8), floats(tokens, 8), *routed, *shared)
             for tokens in (65, 256, 1024, 4096):
-                prefill.moe_prefill(empty(tokens, 4096), ints(tokens, 8), floats(tokens, 8), *routed, None)
+                prefill.moe_prefill(
+                    empty(tokens, 4096), ints(tokens, 8), floats(tokens, 8), *routed, None, None
+                )
             if weight_format != "int4":
                 gemv.moe_gemv(
                     empty(1, 4096), empty(1, 4096), empty(4096), empty(3, 256, 4096), floats(3, 256),

@@ -14,6 +14,7 @@ from mingc.export.autotune.selection import Selection, select_fastest
 from mingc.export.process_pool import gives_memory_back
 from mingc.export.stage import ExpertDims
 from mingc.host.machine import gpu
+from mingc.kernels.dispatch import use_triton
 from mingc.kernels.moe_experts import ExpertWeights, moe_experts
 from mingc.kernels.moe_gemv import RouterWeights, moe_gemv
 from mingc.kernels.quantized import INT4_GROUP
@@ -67,13 +68,21 @@ class RandomExperts:
         return made
 
     def run(self, problem: MoeProblem, inputs: Inputs) -> Tensor:
-        """Output (T, D) of the kernels of `problem`; of a chunk without the shared expert, which runs elsewhere."""
+        """Output (T, D) of the Triton kernels of `problem`, or of plain torch where they do not run.
+
+        Of a chunk without the shared expert, which runs elsewhere.
+        """
         x, ids, weights = inputs
         if problem.kernel == "moe_gemv":
             return moe_gemv(x, x, self._norm, _EPS, self._router, self.experts, self.shared)[1]
-        return moe_experts(
-            x, ids, weights, *self.experts, shared=None if problem.kernel == "grouped" else self.shared
-        )
+        if problem.kernel != "grouped":
+            return moe_experts(x, ids, weights, *self.experts, shared=self.shared)
+        if not use_triton(x):
+            return moe_experts(x, ids, weights, *self.experts)
+        from mingc.kernels.triton.moe_prefill import moe_prefill
+
+        out: Tensor = moe_prefill(x, ids, weights, *self.experts, None, None)
+        return out
 
     def read_bytes(self, inputs: Inputs) -> float:
         """Weight bytes of all experts that some token is routed to, and of the shared one."""

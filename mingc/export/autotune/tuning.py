@@ -28,7 +28,7 @@ from mingc.export.process_pool import result_of, worker_pool
 from mingc.export.recipe import ExportRecipe
 from mingc.export.stage import ExpertDims, GraphDef, Shard, Stage
 from mingc.host.machine import gpu_target
-from mingc.kernels.moe_experts import has_kernel
+from mingc.kernels.moe_experts import has_int4_kernel, has_kernel
 from mingc.kernels.moe_gemv import has_gemv_kernel
 from mingc.kernels.triton.moe_config import (
     BF16,
@@ -58,8 +58,20 @@ def problems_to_tune(
         return None
     routed = (graph.spec for graph in graphs if graph.routing is not None)
     tokens = [count for spec in routed for sizes in spec.bucket_sizes() for count in sizes.values()]
-    problems = moe_problems(dims, recipe.quantization(stage.name), tokens)
+    problems = with_choice(moe_problems(dims, recipe.quantization(stage.name), tokens))
     return (dims, problems) if problems else None
+
+
+def with_choice(problems: Iterable[MoeProblem]) -> tuple[MoeProblem, ...]:
+    """Those of `problems` that Triton runs on the current GPU: CUDA C++ has no configuration to choose."""
+    has_clusters = "clusters" in gpu_target().kernels
+    return tuple(
+        each
+        for each in problems
+        if each.weight_format != INT4
+        or not has_clusters
+        or not has_int4_kernel(each.tokens, each.hidden_size, each.intermediate_size)
+    )
 
 
 def moe_problems(

@@ -10,6 +10,8 @@ FP8 weights are multiplied as they are stored, by rows whose numbers are split i
 large. Two FP8 products take the tensor cores as long as one of bfloat16, but no weight is converted, and weights take
 half the shared memory (benchmarks/NOTES-thinker.md).
 
+The GEMMs of INT4 weights may be in CUDA C++ instead (`mingc.kernels.cuda.int4_experts`).
+
 Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
 
@@ -20,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mingc.kernels.triton.moe_config import FP8, INT4, MoeProblem, select_config
+from mingc.kernels.cuda import int4_experts
+from mingc.kernels.triton.moe_config import FP8, INT4, MoeConfig, MoeProblem, select_config
 from mingc.kernels.triton.quantize_rows import split_rows
 from mingc.kernels.triton.weight_formats import activate, as_operand, unpack_int4, weight_format_of
 
@@ -306,23 +309,26 @@ def moe_prefill(
     gate_up_scale: Tensor | None,
     down_scale: Tensor | None,
     shared: Tensor | None,
+    int4_code: str | None,
 ) -> Tensor:
-    """See `mingc.kernels.moe_experts`; `shared` (T, D) is the output of the shared expert, if there is one."""
+    """See `mingc.kernels.moe_experts`; `shared` (T, D) is the output of the shared expert, if there is one.
+
+    With `int4_code`, from `mingc.kernels.cuda.int4_experts`, the GEMMs are that module's.
+    """
     (tokens, hidden_size), top_k = x.shape, ids.shape[1]
     experts, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
-    weight_format = weight_format_of(gate_up)
-    per_item = 2 if weight_format == INT4 else 1
     pairs = tokens * top_k
     config = select_config(
         MoeProblem(
             kernel="grouped", tokens=tokens, hidden_size=hidden_size, intermediate_size=intermediate_size,
-            experts=experts, top_k=top_k, weight_format=weight_format,
+            experts=experts, top_k=top_k, weight_format=weight_format_of(gate_up),
         )
     )  # fmt: skip
+    is_triton = int4_code is None
+    block_m, extra = (config.block_m, config.extra_rows) if is_triton else (int4_experts.BLOCK_ROWS, 0)
     sort_blocks = triton.cdiv(tokens, _SORT_TOKENS)
-    max_blocks = min(pairs, triton.cdiv(pairs, config.block_m) + experts)
+    max_blocks = min(pairs, triton.cdiv(pairs, block_m) + experts)
     out = torch.empty_like(x)
-    rows, row_scales = _operand(x, weight_format)
     counts = torch.empty(sort_blocks, experts, dtype=torch.int32, device=x.device)
     table = torch.empty(3, triton.next_power_of_2(max_blocks), dtype=torch.int32, device=x.device)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
@@ -336,32 +342,58 @@ def moe_prefill(
         num_warps=4,
     )  # fmt: skip
     torch.library.wrap_triton(mingc_moe_sort)[(sort_blocks,)](
-        ids, counts, totals, order, table, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, BLOCK_M=config.block_m,
-        EXTRA=config.extra_rows, MAX_BLOCKS=table.shape[1], num_warps=4,
+        ids, counts, totals, order, table, tokens, K=top_k, E=experts, TOKENS=_SORT_TOKENS, BLOCK_M=block_m,
+        EXTRA=extra, MAX_BLOCKS=table.shape[1], num_warps=4,
     )  # fmt: skip
-    hidden = torch.empty(pairs, intermediate_size, dtype=x.dtype, device=x.device)
-    shared_args = {"MAX_BLOCKS": table.shape[1], "BLOCK_M": config.block_m, "EXTRA": config.extra_rows}
-    torch.library.wrap_triton(mingc_moe_grouped_up)[(2 * intermediate_size // config.up.block_n, max_blocks)](
-        rows, row_scales, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shared_args,
-        K=top_k, D=hidden_size, DEPTH=hidden_size // per_item, F=intermediate_size, FORMAT=weight_format,
-        SWAP=config.swap_operands, BLOCK_N=config.up.block_n, BLOCK_K=config.up.block_k,
-        num_warps=config.up.num_warps, num_stages=config.up.num_stages,
-    )  # fmt: skip
-    # The first GEMM has stored INT4's columns in their order.
-    rows, row_scales = (hidden, hidden) if weight_format == INT4 else _operand(hidden, weight_format)
-    outputs = torch.empty(pairs, hidden_size, dtype=out.dtype, device=x.device)
-    torch.library.wrap_triton(mingc_moe_grouped_down)[(hidden_size // config.down.block_n, max_blocks)](
-        rows, row_scales, order, table, down, x if down_scale is None else down_scale, outputs, **shared_args,
-        D=hidden_size, DEPTH=intermediate_size // per_item, F=intermediate_size, FORMAT=weight_format,
-        SWAP=config.swap_operands, BLOCK_N=config.down.block_n, BLOCK_K=config.down.block_k,
-        num_warps=config.down.num_warps, num_stages=config.down.num_stages,
-    )  # fmt: skip
+    if int4_code is None:
+        outputs = _multiply(x, order, table, gate_up, down, gate_up_scale, down_scale, max_blocks, config)
+    else:
+        assert gate_up_scale is not None and down_scale is not None
+        outputs = int4_experts.int4_experts(
+            x, order, table, gate_up, down, gate_up_scale, down_scale, max_blocks, int4_code
+        )
     columns = min(_SUM_COLUMNS, hidden_size & -hidden_size)
     torch.library.wrap_triton(mingc_moe_pair_sum)[(hidden_size // columns, tokens)](
         outputs, weights, out if shared is None else shared, out, K=top_k, D=hidden_size,
         HAS_SHARED=shared is not None, BLOCK_N=columns, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _multiply(
+    x: Tensor,
+    order: Tensor,
+    table: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
+    max_blocks: int,
+    config: MoeConfig,
+) -> Tensor:
+    """Outputs (R, D) of all pairs from tokens (T, D), with the plan of `mingc_moe_sort` for blocks of `config`."""
+    (tokens, hidden_size), pairs, intermediate_size = x.shape, order.shape[0], gate_up.shape[1] // 2
+    weight_format = weight_format_of(gate_up)
+    per_item = 2 if weight_format == INT4 else 1
+    rows, row_scales = _operand(x, weight_format)
+    hidden = torch.empty(pairs, intermediate_size, dtype=x.dtype, device=x.device)
+    shared_args = {"MAX_BLOCKS": table.shape[1], "BLOCK_M": config.block_m, "EXTRA": config.extra_rows}
+    torch.library.wrap_triton(mingc_moe_grouped_up)[(2 * intermediate_size // config.up.block_n, max_blocks)](
+        rows, row_scales, order, table, gate_up, x if gate_up_scale is None else gate_up_scale, hidden, **shared_args,
+        K=pairs // tokens, D=hidden_size, DEPTH=hidden_size // per_item, F=intermediate_size, FORMAT=weight_format,
+        SWAP=config.swap_operands, BLOCK_N=config.up.block_n, BLOCK_K=config.up.block_k,
+        num_warps=config.up.num_warps, num_stages=config.up.num_stages,
+    )  # fmt: skip
+    # The first GEMM has stored INT4's columns in their order.
+    rows, row_scales = (hidden, hidden) if weight_format == INT4 else _operand(hidden, weight_format)
+    outputs = torch.empty(pairs, hidden_size, dtype=x.dtype, device=x.device)
+    torch.library.wrap_triton(mingc_moe_grouped_down)[(hidden_size // config.down.block_n, max_blocks)](
+        rows, row_scales, order, table, down, x if down_scale is None else down_scale, outputs, **shared_args,
+        D=hidden_size, DEPTH=intermediate_size // per_item, F=intermediate_size, FORMAT=weight_format,
+        SWAP=config.swap_operands, BLOCK_N=config.down.block_n, BLOCK_K=config.down.block_k,
+        num_warps=config.down.num_warps, num_stages=config.down.num_stages,
+    )  # fmt: skip
+    return outputs
 
 
 def _operand(x: Tensor, weight_format: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 import mingc.kernels.cuda.flow_sampler
-import mingc.kernels.cuda.rotary_varlen_attention  # noqa: F401  (both register ops that engines call by name)
+import mingc.kernels.cuda.int4_experts
+import mingc.kernels.cuda.rotary_varlen_attention  # noqa: F401  (all register ops that engines call by name)
 from mingc.runtime.engines.base import Engine
 
 _PREFIX = "model."

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 import mingc.kernels.cuda.flow_sampler
-import mingc.kernels.cuda.rotary_varlen_attention  # noqa: F401  (both register ops that engines call by name)
+import mingc.kernels.cuda.int4_experts
+import mingc.kernels.cuda.rotary_varlen_attention  # noqa: F401  (all register ops that engines call by name)
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import ArtifactError
 from mingc.runtime.engines.base import Engine
