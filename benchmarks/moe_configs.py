@@ -3,7 +3,8 @@
     python benchmarks/moe_configs.py --ranks 4 --tokens 1,16,32,256,1024,4096 --json benchmarks/results/tuned-….json
 
 Every token is routed at random: the worst case for the number of experts that a step reads. Each timing is a CUDA graph
-over several routings, so that the weights are not in the cache.
+over several routings, so that the weights are not in the cache. Beside the Triton kernels of INT4 chunks stand those in
+CUDA C++, also for chunks that the product does not give them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from arguments import whole, wholes
 
 from mingc.artifacts.manifest import TunedKernel
 from mingc.artifacts.spec import Quantization
+from mingc.export.autotune.moe_benchmark import ProblemTimer, RandomExperts
 from mingc.export.autotune.selection import group_by_default
-from mingc.export.autotune.tuning import autotune, moe_problems
+from mingc.export.autotune.tuning import autotune, moe_problems, problem_of
 from mingc.export.stage import ExpertDims, Shard
 from mingc.export.stages import find
 from mingc.export.synthetic.checkpoint import open_synthetic
+from mingc.host.machine import gpu_target
+from mingc.kernels.cuda import int4_experts
 
 CONFIGS = Path(__file__).resolve().parent / "released"
 BFLOAT16 = "bfloat16"
@@ -42,6 +46,27 @@ def released_dims(ranks: int) -> ExpertDims:
 def figure(record: TunedKernel, ranks: int) -> dict[str, Any]:
     fields = dataclasses.asdict(record)
     return {"name": "experts_us", "ranks": ranks, "median": fields.pop("us"), "unit": "us", **fields}
+
+
+def cuda_figure(dims: ExpertDims, record: TunedKernel, ranks: int) -> dict[str, Any]:
+    """The chunk of `record` in CUDA C++, beside what was selected for Triton."""
+    from mingc.kernels.triton.moe_prefill import moe_prefill  # needs Triton
+
+    problem = problem_of(record)
+    weights = RandomExperts(dims, problem.weight_format)
+    inputs = ProblemTimer(weights, problem).inputs
+    code = int4_experts.machine_code(torch.device("cuda"))
+    graph = harness.capture(lambda: [moe_prefill(*each, *weights.experts, None, code) for each in inputs])
+    samples = [1e3 * ms / len(inputs) for ms in harness.time_ms(graph.replay, 30)]
+    return {
+        "name": "experts_cuda_us",
+        "ranks": ranks,
+        "tokens": record.tokens,
+        "weight_format": record.weight_format,
+        **harness.summary(samples),
+        "unit": "us",
+        "reference": {"name": "Triton", "median": record.us},
+    }
 
 
 def main() -> None:
@@ -76,6 +101,12 @@ def main() -> None:
             flush=True,
         )
         print(f"  {record.up}\n  {record.down}", flush=True)
+        has_cuda = "clusters" in gpu_target().kernels and int4_experts.fits(
+            dims.hidden_size, dims.intermediate_size
+        )
+        if has_cuda and record.weight_format == "int4" and record.kernel == "grouped":
+            figures.append(cuda_figure(dims, record, options.ranks))
+            print(f"  in CUDA C++ {figures[-1]['median']} us", flush=True)
     groups = group_by_default(problems)
     print(f"{seconds} s for {len(problems)} problems with {len(groups)} default configurations", flush=True)
     if options.json:
