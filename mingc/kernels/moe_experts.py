@@ -67,6 +67,8 @@ def moe_experts(
 
     Returns: (T, D) in the dtype of `x`. Expert outputs are weighted and summed in float32, in the order of `ids`
     (spec: thinker.md §2.3).
+
+    Raises: KernelError if the kernel in CUDA C++ cannot be compiled.
     """
     experts = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
     if use_triton(x) and has_kernel(x.shape[1], experts.intermediate_size, experts.gate_up.shape[0]):

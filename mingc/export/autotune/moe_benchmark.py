@@ -68,9 +68,9 @@ class RandomExperts:
         return made
 
     def run(self, problem: MoeProblem, inputs: Inputs) -> Tensor:
-        """Output (T, D) of the Triton kernels of `problem`, or of plain torch where they do not run.
+        """Output (T, D) of the Triton kernels of `problem`, or of plain torch where none run.
 
-        Of a chunk without the shared expert, which runs elsewhere.
+        The output of a chunk lacks the shared expert, which runs elsewhere.
         """
         x, ids, weights = inputs
         if problem.kernel == "moe_gemv":

@@ -16,7 +16,7 @@ typedef unsigned short u16;
 constexpr int GROUP = 128;  // inputs that share a scale
 constexpr int WARPS = 8;
 constexpr int THREADS = WARPS * 32;
-constexpr int AHEAD = 2;                          // groups of weights in registers
+constexpr int AHEAD = 2;                           // groups of weights in registers
 constexpr int ROW_BYTES = CHUNK * GROUP * 2 + 64;  // of a stage; 64 more keep two adjacent rows in different banks
 
 struct Tokens {
