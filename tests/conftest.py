@@ -6,7 +6,7 @@ import gc
 from pathlib import Path
 
 import pytest
-from eager_export import export_eager
+from eager_export import export_eager, joined
 from hypothesis import settings
 from image_checkpoint import lay_image_checkpoint
 
@@ -64,9 +64,10 @@ def eager_artifact() -> Path:
 
 
 @pytest.fixture(scope="session")
-def compiled_artifact() -> Path:
-    """As `eager_artifact`, with one graph of each kind compiled (tests/support/partly)."""
-    return export_eager(backend="partly")
+def compiled_artifact(eager_artifact: Path) -> Path:
+    """As `eager_artifact`, with graphs compiled that are hard to compile (tests/support/partly)."""
+    stages = ("--stages", "audio_encoder,vision_encoder,thinker,talker")
+    return joined(eager_artifact, export_eager(*stages, backend="partly"))
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +77,7 @@ def image_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def image_artifact(image_checkpoint: Path) -> Path:
-    """As `eager_artifact`, of the checkpoint with image generation."""
-    return export_eager(checkpoint=image_checkpoint)
+def image_artifact(eager_artifact: Path, image_checkpoint: Path) -> Path:
+    """As `eager_artifact`, with the stages that draw."""
+    stages = ("--stages", "glyph,image_condition,image_dit,image_vae")
+    return joined(eager_artifact, export_eager(*stages, checkpoint=image_checkpoint))

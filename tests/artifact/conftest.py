@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eager_export import export_eager
+from eager_export import export_eager, joined
 from mingc_command import CHECKPOINT, Server, serving
 
 _WIDE_THINKER = (
@@ -34,9 +34,9 @@ def _needs_compiled(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(scope="session")
-def two_rank_artifact() -> Path:
+def two_rank_artifact(eager_artifact: Path) -> Path:
     """The same with the thinker sharded over two ranks, nothing compiled."""
-    return export_eager("--tp", 2)
+    return joined(eager_artifact, export_eager("--tp", 2, "--stages", "thinker"))
 
 
 @pytest.fixture(scope="session")

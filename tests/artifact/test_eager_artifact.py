@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from eager_engine import EagerEngine
+from eager_export import export_eager
 from golden_checks import check_goldens
 
 from mingc.artifacts.artifact import open_artifact
@@ -27,6 +28,14 @@ def test_no_engine_is_compiled(eager_artifact: Path) -> None:
 @pytest.mark.exhaustive
 def test_every_golden_is_met(eager_artifact: Path) -> None:
     check_goldens(eager_artifact)
+
+
+@pytest.mark.exhaustive
+def test_pictures_that_an_export_records_are_drawn_again(image_checkpoint: Path) -> None:
+    """`image_artifact` is joined from two exports, of which neither records pictures."""
+    report = verify(export_eager(checkpoint=image_checkpoint))
+    assert {each.outcome for each in report.comparisons} == {"pass"}
+    assert any("changed picture" in each.name for each in report.comparisons)
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from collector import Collector
-from eager_export import export_eager
+from eager_export import joined
 from mingc_command import DATA, ENVIRONMENT
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -256,15 +256,15 @@ def test_hidden_rows_equal_the_goldens_and_chats_beside_them_are_unchanged(
     check_hidden("two_refs", again[0], stages)
 
 
-@pytest.mark.timeout(600)
 def test_ranks_hand_out_the_same_rows(
-    image_checkpoint: Path,
+    image_artifact: Path,
+    two_rank_artifact: Path,
     stages: Stages,
     prompts: Mapping[str, ThinkerPrompt],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
-    artifact = export_eager("--tp", 2, "--stages", "thinker,image_condition", checkpoint=image_checkpoint)
+    artifact = joined(image_artifact, two_rank_artifact)
     with served(artifact, StepOptions(max_chunk=32, two_batch_overlap=True)) as loop:
         for case, rows in zip(prompts, draw(loop, [*prompts.values()]), strict=True):
             check_hidden(case, rows, stages)

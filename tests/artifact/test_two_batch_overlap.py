@@ -6,12 +6,12 @@ The ranks all-reduce with gloo on a CPU, where nothing overlaps in time; engines
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from collector import Collector
-from eager_export import export_eager
 from mingc_command import ENVIRONMENT
 from recorded_thinker import CASES, THINKER, thinker_prompt
 
@@ -26,12 +26,12 @@ CHUNK = 32  # prompts have 48, 57, 79, 70 and 76 tokens
 
 
 def answers(
-    steps: StepOptions, monkeypatch: pytest.MonkeyPatch
+    artifact: Path, steps: StepOptions, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, np.ndarray], list[list[int]]]:
     """Logits of each recorded case, and the tokens of each step that prefills it."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
     options = EngineOptions(max_total_tokens=2048, steps=steps, loads_speech=False, prefix_cache=False)
-    service = open_service(export_eager("--tp", 2), options)
+    service = open_service(artifact, options)
     logits, counts = {}, []
     try:
         assert service.thinker is not None
@@ -58,7 +58,6 @@ def answers(
     return logits, counts
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "is_static",
     [
@@ -67,11 +66,12 @@ def answers(
     ],
 )
 def test_uneven_pairs_of_chunks_have_the_bits_of_single_ones(
-    is_static: bool, monkeypatch: pytest.MonkeyPatch
+    is_static: bool, two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    single, in_chunks = answers(StepOptions(is_static=is_static, max_chunk=CHUNK), monkeypatch)
+    steps = StepOptions(is_static=is_static, max_chunk=CHUNK)
+    single, in_chunks = answers(two_rank_artifact, steps, monkeypatch)
     steps = StepOptions(is_static=is_static, max_chunk=CHUNK, two_batch_overlap=True)
-    pairs, in_pairs = answers(steps, monkeypatch)
+    pairs, in_pairs = answers(two_rank_artifact, steps, monkeypatch)
     assert in_chunks == [[32, 16], [32, 25], [32, 32, 15], [32, 32, 6], [32, 32, 12]]
     assert in_pairs == [[48], [57], [64, 15], [64, 6], [64, 12]]
     for case, logits in pairs.items():
