@@ -340,7 +340,7 @@ def test_bfloat16_stays_close(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 @BACKENDS
 def test_captured_graphs(tmp_path: Path, backend: Backend) -> None:
-    """The dims differ from the tiny model, whose compiled stream tests/artifact compares with the goldens."""
+    """The dims differ from the tiny model, whose captured stream tests/artifact compares with the goldens."""
     config = other_config(3, 2, 10, (7, None))
     module = random_module(config)
     decode, streamed, encoded = STAGE.graphs(config, Shard(), StageOptions())

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.numpy import load_file, save_file
 
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, read_manifest
+from mingc.verify.served.cases import read_goldens, write_goldens
 
 
 def changed_artifact(artifact: Path, folder: Path, *, model: str) -> Path:
@@ -33,6 +34,21 @@ def changed_artifact(artifact: Path, folder: Path, *, model: str) -> Path:
     changed = replace(manifest, model=model, files=files)
     (folder / FILE_NAME).write_text(changed.to_json(), encoding="utf-8")
     return folder
+
+
+def record_only(artifact: Path, *names: str) -> None:
+    """Leave these requests in `artifact`, of those that its export recorded: a replay of all takes half a minute."""
+    manifest = read_manifest(artifact)
+    assert manifest.served_goldens is not None
+    path = artifact / manifest.served_goldens
+    goldens = read_goldens(path)
+    cases = tuple(case for case in goldens.cases if case.name in names)
+    assert len(cases) == len(names)
+    write_goldens(path, replace(goldens, cases=cases))
+    content = path.read_bytes()
+    record = FileRecord(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    changed = replace(manifest, files={**manifest.files, manifest.served_goldens: record})
+    (artifact / FILE_NAME).write_text(changed.to_json(), encoding="utf-8")
 
 
 def terse_artifact(artifact: Path, folder: Path) -> Path:
