@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # loads `stats` when it is used: a second that not all processes need
 from numpy.typing import NDArray
 
 from mingc.bench.statistics import Measure, Quantile, Ratio, estimate
