@@ -26,8 +26,9 @@ PARTLY = REPOSITORY / "tests" / "support" / "partly"
 _LIMIT_S, _START_S, _END_S = 900, 120, 30  # a command: an export that compiles takes minutes
 # What commands keep for the user: engines by default, copies of files of packed bundles.
 os.environ["XDG_CACHE_HOME"] = str(CACHE / "user")
-# A child process knows the backends of the tests.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, EAGER, PARTLY)))}
+# A child process knows the backends of the tests, and packages that are in no environment.
+_PATHS = (REPOSITORY, EAGER, PARTLY, *filter(None, [os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _PATHS))}
 
 
 @dataclass(frozen=True)
