@@ -69,10 +69,15 @@ class Application:
         self._proxy = proxy
         self.url = f"{proxy}/tiny"
         self._handle: Any = None
+        self._arguments: dict[str, Any] = {}
 
     def deploy(self, artifact: Path, **arguments: Any) -> None:
+        """Deploy it, unless it runs with these arguments: Serve would replace its replicas by equal ones."""
         defaults = {"artifact": str(artifact), "num_cpus": 0.1, "health_check_period_s": 0.5}
-        self._handle = deploy(app({**defaults, **arguments}), "tiny", self._proxy, "/tiny", _WAIT_S)
+        if self._arguments == (arguments := {**defaults, **arguments}):
+            return
+        self._handle = deploy(app(arguments), "tiny", self._proxy, "/tiny", _WAIT_S)
+        self._arguments = arguments
 
     def states(self, count: int) -> dict[int, ReplicaState]:
         """States of `count` replicas by process.
