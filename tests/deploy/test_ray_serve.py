@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import numpy as np
 import psutil
 import pytest
 import ray
-import ray_front
 import yaml
 from changed_artifact import changed_artifact
 from fake_replica import fake_application
@@ -32,6 +30,7 @@ from mixed_requests import MIXED
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from ray_cluster import deploy
+from ray_front import on_ray
 from realtime_client import Event, RealtimeClient, speech
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection
@@ -43,7 +42,6 @@ from mingc.deploy.replica import ReplicaState
 pytestmark = pytest.mark.timeout(700)  # replicas start slowly on a busy machine with two cores
 _WAIT_S = 300.0
 _STATES_AT_ONCE = 16
-_CONTRACT = ("test_server.py", "test_openai_client.py")
 _ENDLESS = {
     "messages": [{"role": "user", "content": "Count."}],
     "max_tokens": 3000,
@@ -161,23 +159,40 @@ def application(proxy: str) -> Iterator[Application]:
     serve.delete("tiny")
 
 
-def test_the_http_contract_holds_unchanged(proxy: str) -> None:
-    """The tests of the HTTP layer, in a process whose servers are the Serve application."""
-    files = [f"tests/runtime/{name}" for name in _CONTRACT]
-    path = os.pathsep.join(str(REPOSITORY / each) for each in (".", "tests/support", "benchmarks"))
-    address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "ray_front", "-p", "no:cacheprovider", "-n", "0", *files],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": path, ray_front.RUNNING: f"{address} {proxy}"},
-        capture_output=True,
-        text=True,
-        timeout=680,
+# Where the proxy and Ray's streams are between client and app: pieces sent at once, clients that leave, headers,
+# limits, errors. The rest of these files is about code that runs in a replica as it does in `mingc serve`.
+globals().update(
+    on_ray(
+        "test_server",
+        ("client", "small"),
+        (
+            "test_models_voices_health",
+            "test_a_service_that_is_not_ready",
+            "test_streamed_text_has_one_delta_a_token",
+            "test_streamed_audio_has_one_chunk_a_patch",
+            "test_speech",
+            "test_bad_requests_do_not_affect_concurrent_ones",
+            "test_a_full_server_sends_retry_after",
+            "test_405_lists_the_allowed_methods",
+            "test_a_stream_that_fails_ends_with_an_error_event",
+            "test_raw_audio_that_fails_is_broken_off",
+            "test_a_bug_is_reported_without_its_details",
+            "test_limits",
+            "test_a_body_that_does_not_arrive",
+            "test_requests_beyond_the_limit_are_refused",
+            "test_metrics",
+        ),
     )
-    assert done.returncode == 0, done.stdout[-8000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) >= 50, done.stdout[-500:]
-    serve.delete("fake")
+    | on_ray(
+        "test_openai_client",
+        ("base_url",),
+        (
+            "test_streamed_audio_in_other_formats",
+            "test_speech_is_heard_before_its_end",
+            "test_an_error_in_a_stream_is_raised_by_the_client",
+        ),
+    )
+)
 
 
 def test_two_replicas_answer_as_one_model(application: Application, eager_artifact: Path) -> None:

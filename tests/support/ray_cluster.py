@@ -102,19 +102,6 @@ def deploy(application: Any, name: str, proxy: str, route_prefix: str, limit_s: 
     return handle
 
 
-@contextmanager
-def connected(running: str) -> Iterator[str]:
-    """Connects this process to a Ray instance that runs (`address url`) and yields the URL of Serve's proxy."""
-    import ray
-
-    address, url = running.split()
-    ray.init(address=address, log_to_driver=False, configure_logging=False)
-    try:
-        yield url
-    finally:
-        ray.shutdown()
-
-
 def _free_port() -> int:
     """A port that is free now; Serve takes no 0."""
     with socket.socket() as probe:

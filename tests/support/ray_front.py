@@ -1,42 +1,30 @@
-"""pytest plugin: tests of the HTTP layer run against a Ray Serve application instead of a server of their own.
-
-`python -m pytest -p ray_front tests/runtime/test_server.py`, with tests/support on PYTHONPATH. `run_server` of
-`server_thread` is replaced before the tests are imported, so their code is unchanged.
-"""
+"""Tests of the HTTP layer whose servers are a Ray Serve application: their code is unchanged, `run_server` is not."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import server_thread
+from fake_replica import fake_application
+from mingc_command import REPOSITORY
+from ray_cluster import deploy
 
-# Tests of what `mingc serve` does below the app, or of the test process itself; Serve's proxy is in the place of it.
-RUNNING = "MINGC_TEST_RAY"  # variable with a Ray instance that runs: its address and the URL of its proxy
+from mingc.server.options import ServeOptions
+
 _DEPLOY_LIMIT_S = 300.0  # a worker of Ray imports the package on a busy machine with two cores
-
-OF_THE_SERVER: dict[str, str] = {
-    "test_a_slow_encoder_delays_only_its_own_clip": "replaces the encoder of its own process",
-}
-
-_stack = ExitStack()
+_running: list[tuple[str, Any]] = []  # URL and handle of the application that `front` deployed
 
 
-@cache
-def _front() -> tuple[str, Any]:
-    """URL of the application and its handle, started for the first test. A start that fails ends the run."""
-    from fake_replica import fake_application
-    from ray_cluster import connected, deploy, ray_cluster
-
-    cluster = connected(os.environ[RUNNING]) if RUNNING in os.environ else ray_cluster()
-    try:
-        url = _stack.enter_context(cluster)
-        return url, deploy(fake_application(), "fake", url, "/", _DEPLOY_LIMIT_S)
-    except Exception as error:
-        pytest.exit(f"the Serve application does not run: {error}", returncode=1)
+@pytest.fixture(scope="module")
+def front(proxy: str) -> None:
+    """The application at the root of `proxy`, with the one replica of all tests."""
+    _running[:] = [(proxy, deploy(fake_application(), "fake", proxy, "/", _DEPLOY_LIMIT_S))]
 
 
 class _Recorded:
@@ -56,29 +44,28 @@ class _Recorded:
 
 
 @contextmanager
-def run_server(make_service: Callable[[], Any], options: Any = None) -> Iterator[str]:
+def _run_server(make_service: Callable[[], Any], options: ServeOptions | None = None) -> Iterator[str]:
     """As `server_thread.run_server`, for fake services."""
-    from mingc.server.options import ServeOptions
-
     local = make_service()
-    url, handle = _front()
+    ((url, handle),) = _running
     handle.exchange.remote(local.info, local.is_ready, options or ServeOptions()).result(timeout_s=60)
     for name in ("chats", "speeches", "ends", "running"):
         setattr(local, name, _Recorded(handle, name))
     yield url
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    import server_thread
-
-    server_thread.run_server = run_server
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if (reason := OF_THE_SERVER.get(item.name)) is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def pytest_unconfigure() -> None:
-    _stack.close()
+def on_ray(name: str, fixtures: Sequence[str], tests: Sequence[str]) -> dict[str, Any]:
+    """`fixtures` and `tests` of the module `name` of tests/runtime and what they need, for the names of a test file."""
+    # The finder of pytest, so that its asserts explain themselves; modules of collected files have longer names.
+    folder = str(REPOSITORY / "tests" / "runtime")
+    with (
+        patch.object(server_thread, "run_server", _run_server),
+        patch.object(sys, "path", [folder, *sys.path]),
+    ):
+        module = importlib.import_module(name)
+    on_front = pytest.mark.usefixtures("front")
+    return {
+        "front": front,
+        **{each: getattr(module, each) for each in fixtures},
+        **{each: on_front(getattr(module, each)) for each in tests},
+    }
