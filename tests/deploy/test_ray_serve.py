@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + _WAIT_S
     while not condition():
         assert time.monotonic() < end, f"not within {_WAIT_S:g} s: {what}"
-        time.sleep(0.1)
+        time.sleep(0.25)
 
 
 class Application:
@@ -154,9 +154,8 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def application(proxy: str) -> Iterator[Application]:
-    yield Application(proxy)
-    serve.delete("tiny")
+def application(proxy: str) -> Application:
+    return Application(proxy)
 
 
 # Where the proxy and Ray's streams are between client and app: pieces sent at once, clients that leave, headers,
@@ -337,7 +336,7 @@ def test_an_update_to_another_artifact_fails_no_request(
     def ask(_: int) -> set[tuple[int, str, str]]:
         seen = set()
         with httpx.Client(timeout=_WAIT_S, trust_env=False) as http:
-            while not stop.is_set():
+            while not stop.wait(0.1):  # the replicas that start need the processors
                 seen.add(answer(http))
         return seen
 

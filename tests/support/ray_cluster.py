@@ -94,11 +94,12 @@ def deploy(application: Any, name: str, proxy: str, route_prefix: str, limit_s: 
     while (state := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
         if state.status == ApplicationStatus.DEPLOY_FAILED or time.monotonic() > end:
             raise RuntimeError(f"{name} is {state.status} after at most {limit_s:g} s: {state.message}")
-        time.sleep(0.1)
-    while route_prefix not in httpx.get(f"{proxy}/-/routes", trust_env=False).json():
-        if time.monotonic() > end:
-            raise RuntimeError(f"the proxy does not know {route_prefix} after {limit_s:g} s")
-        time.sleep(0.05)
+        time.sleep(0.25)
+    with httpx.Client(base_url=proxy, trust_env=False) as http:
+        while route_prefix not in http.get("/-/routes").json():
+            if time.monotonic() > end:
+                raise RuntimeError(f"the proxy does not know {route_prefix} after {limit_s:g} s")
+            time.sleep(0.05)
     return handle
 
 
