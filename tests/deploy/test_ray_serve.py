@@ -154,8 +154,11 @@ class Stream:
 
 
 @pytest.fixture(scope="module")
-def application(proxy: str) -> Application:
-    return Application(proxy)
+def application(proxy: str, eager_artifact: Path) -> Application:
+    """Two replicas, or what the test before left."""
+    application = Application(proxy)
+    application.deploy(eager_artifact, min_replicas=2, max_replicas=2)
+    return application
 
 
 # Where the proxy and Ray's streams are between client and app: pieces sent at once, clients that leave, headers,
@@ -194,8 +197,7 @@ globals().update(
 )
 
 
-def test_two_replicas_answer_as_one_model(application: Application, eager_artifact: Path) -> None:
-    application.deploy(eager_artifact, min_replicas=2, max_replicas=2)
+def test_two_replicas_answer_as_one_model(application: Application) -> None:
     assert len(application.states(2)) == 2
     alone = [send(application.url, request) for request in MIXED]
     for expected, got in zip([*alone, *alone], send_together(application.url, (*MIXED, *MIXED)), strict=True):
