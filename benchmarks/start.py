@@ -70,15 +70,16 @@ def drawn_weights(
     }
 
 
-def fitting(instances: Sequence[dict[str, list[DrawnWeight]]], room: int) -> list[str]:
-    """The first layer instances that fit into `room` bytes; `instances` has those of each rank."""
+def fitting(instances: Sequence[dict[str, list[DrawnWeight]]], room: int) -> tuple[list[str], int]:
+    """The first layer instances that fit into `room` bytes, and what is left. `instances` has those of each rank."""
     names = list[str]()
-    for instance in instances[0] if instances else ():
-        room -= sum(weight.like.nbytes for rank in instances for weight in rank[instance])
-        if room < 0:
+    for instance in instances[0]:
+        size = sum(weight.like.nbytes for rank in instances for weight in rank[instance])
+        if size > room:
             break
         names.append(instance)
-    return names
+        room -= size
+    return names, room
 
 
 def write_file(path: Path, weights: list[DrawnWeight]) -> FileRecord:
@@ -94,9 +95,8 @@ def write_file(path: Path, weights: list[DrawnWeight]) -> FileRecord:
 
         write(safetensors_header({each.name: (each.like.dtype, each.like.shape) for each in weights}))
         for each in weights:
-            content = (
-                drawn_like(each.like, each.name).cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            )
+            value = drawn_like(each.like, each.name).cpu()
+            content = value.contiguous().view(-1).view(torch.uint8).numpy().data
             for at in range(0, len(content), _PIECE_BYTES):
                 write(content[at : at + _PIECE_BYTES])
     print(f"wrote {path.name} of {path.parent.name}, {size / 1e9:.2f} GB", file=sys.stderr, flush=True)
@@ -106,17 +106,20 @@ def write_file(path: Path, weights: list[DrawnWeight]) -> FileRecord:
 def write_artifact(root: Path, folder: Path) -> None:
     """Write to `folder` the artifact `root` with the layers that it draws, or the first of them that the disk holds."""
     artifact, device = open_artifact(root), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    manifest, jobs, stages = artifact.manifest, dict[str, list[DrawnWeight]](), dict[str, StageRecord]()
+    manifest, jobs = artifact.manifest, dict[str, list[DrawnWeight]]()
+    stages = dict(manifest.stages)
     room = shutil.disk_usage(folder.absolute().parent).free - _SPARE_BYTES
     is_linked = root.stat().st_dev == folder.absolute().parent.stat().st_dev
     room -= 0 if is_linked else sum(record.size_bytes for record in manifest.files.values())
     for name, stage in manifest.stages.items():
-        ranks = [
-            drawn_weights(artifact, stage, rank, device)
-            for rank in range(len(stage.weights if stage.repeated else ()))
-        ]
-        written, weights = fitting(ranks, room), list[tuple[str, ...]]()
-        for rank, files in zip(ranks, stage.weights, strict=False):
+        if not stage.repeated:
+            continue
+        ranks = [drawn_weights(artifact, stage, rank, device) for rank in range(len(stage.weights))]
+        written, room = fitting(ranks, room)
+        if not written:
+            continue
+        weights = list[tuple[str, ...]]()
+        for rank, files in zip(ranks, stage.weights, strict=True):
             place = PurePosixPath(files[0]).parent
             drawn = [weight for instance in written for weight in rank[instance]]
             groups = file_groups(drawn, lambda weight: weight.like.nbytes)
@@ -125,10 +128,9 @@ def write_artifact(root: Path, folder: Path) -> None:
             }
             jobs |= rank_files
             weights.append((*files, *rank_files))
-        room -= sum(weight.like.nbytes for rank in ranks for instance in written for weight in rank[instance])
         left = {instance: source for instance, source in stage.repeated.items() if instance not in written}
-        stages[name] = replace(stage, weights=(*weights,), repeated=left) if ranks else stage
-    if room < 0 or not jobs:
+        stages[name] = replace(stage, weights=(*weights,), repeated=left)
+    if not jobs:
         raise SystemExit(
             f"{folder}: no layer fits on the disk, which keeps {_SPARE_BYTES / 1e9:.1f} GB to spare"
         )
