@@ -48,32 +48,6 @@ def machine_code(device: torch.device) -> str:
 machine_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def int4_experts(
-    x: Tensor,
-    order: Tensor,
-    table: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scale: Tensor,
-    down_scale: Tensor,
-    blocks: int,
-    code: str,
-) -> Tensor:
-    """Outputs (R, D) bfloat16 of all (token, expert) pairs, not yet weighted.
-
-    Args:
-        x: (T, D) bfloat16.
-        order, table: from `mingc_moe_sort` with blocks of `BLOCK_ROWS` pairs: order (R,), table (3, any) int32.
-        gate_up, down, gate_up_scale, down_scale: INT4, see `mingc.kernels.quantized`, of sizes that `fits` accepts.
-        blocks: columns of the table that may be in use.
-        code: from `machine_code`.
-    """
-    out: Tensor = torch.ops.mingc.int4_experts(
-        x, order, table, gate_up, down, gate_up_scale, down_scale, blocks, code
-    )
-    return out
-
-
 @functools.cache
 def _module(code: str, device: int) -> CudaModule:
     stage_bytes = BLOCK_ROWS * (2 * _CHUNK * _GROUP + 64)
@@ -93,7 +67,17 @@ def _multiply(
     blocks: int,
     code: str,
 ) -> Tensor:
-    """The operator: arranges the tokens, then multiplies twice."""
+    """The operator `int4_experts`: outputs (R, D) bfloat16 of all (token, expert) pairs, not yet weighted.
+
+    It arranges the tokens, then multiplies twice.
+
+    Args:
+        x: (T, D) bfloat16.
+        order, table: from `mingc_moe_sort` with blocks of `BLOCK_ROWS` pairs: order (R,), table (3, any) int32.
+        gate_up, down, gate_up_scale, down_scale: INT4, see `mingc.kernels.quantized`, of sizes that `fits` accepts.
+        blocks: columns of the table that may be in use.
+        code: from `machine_code`.
+    """
     (tokens, hidden_size), pairs, width = x.shape, order.shape[0], table.shape[1]
     inner = gate_up.shape[1] // 2
     x = x.contiguous()

@@ -349,7 +349,7 @@ def moe_prefill(
         outputs = _multiply(x, order, table, gate_up, down, gate_up_scale, down_scale, max_blocks, config)
     else:
         assert gate_up_scale is not None and down_scale is not None
-        outputs = int4_experts.int4_experts(
+        outputs = torch.ops.mingc.int4_experts(
             x, order, table, gate_up, down, gate_up_scale, down_scale, max_blocks, int4_code
         )
     columns = min(_SUM_COLUMNS, hidden_size & -hidden_size)
