@@ -67,9 +67,8 @@ def eager_artifact() -> Path:
 def compiled_artifact() -> Path:
     """As `eager_artifact`, with graphs compiled that are hard to compile (tests/support/partly)."""
     stages = ("--stages", "audio_encoder,vision_encoder,thinker,talker")
-    compiled = export_eager(
-        *stages, backend="partly"
-    )  # first, while another process exports the other stages
+    # First, while another process exports the other stages.
+    compiled = export_eager(*stages, backend="partly")
     return joined(export_eager(), compiled)
 
 

@@ -215,9 +215,8 @@ def test_a_client_that_leaves_frees_the_sampler(server: Server) -> None:
 def test_hostile_pictures_are_refused_by_name(
     server: Server, data: bytes | None, status: int, code: str, where: str
 ) -> None:
-    data = data or large_png(
-        20_000, 20_000
-    )  # made here: all processes collect the tests, and it takes a second
+    # Made here, because it takes a second and all processes collect the tests.
+    data = data or large_png(20_000, 20_000)
     with pytest.raises(openai.APIStatusError) as refused:
         server.edit(image=[PICTURE, data] if where == "image[1]" else data)
     assert (refused.value.status_code, refused.value.code) == (status, code)
