@@ -40,7 +40,7 @@ from mingc.export.compile import tensorrt_program
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
-from mingc.export.compile.tensorrt_builder import attend, pad, write_rows
+from mingc.export.compile.tensorrt_builder import add_in_float32, attend, pad, write_rows
 from mingc.export.compile.tensorrt_program import without_weights
 from mingc.export.compile.trace import trace_graph
 from mingc.export.recipe import ExportRecipe, stage_options
@@ -737,6 +737,36 @@ def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
     expected = nn.functional.pad(x, sizes, value=0.5)
     padded = pad(x, sizes, 0.5)
     assert padded.dtype == x.dtype and torch.equal(padded, expected)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        middle = x + self.down(torch.relu(self.up(x)))
+        return middle, self.down(self.up(middle) + self.up(y)) + y * 2 + (x + y)
+
+
+def test_a_sum_with_a_linear_layer_is_computed_in_float32() -> None:
+    """Rounded once: in bfloat16 a sum of two values has the rounding of the exact sum."""
+    torch.manual_seed(7)
+    module, given = Residual().bfloat16(), tuple(torch.randn(2, 5, 8).bfloat16())
+    with torch.no_grad():
+        expected = module(*given)
+        program = torch.export.export(module, given, strict=False)
+        add_in_float32(program)
+        program.validate()
+        got = program.module()(*given)
+    for value, reference in zip(got, expected, strict=True):
+        assert value.dtype == torch.bfloat16 and torch.equal(value, reference)
+    sums = program.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    assert [each.meta["val"].dtype for each in sums] == [*[torch.float32] * 3, *[torch.bfloat16] * 2]
+    exact = torch.export.export(Residual(), tuple(each.float() for each in given), strict=False)
+    before = len(exact.graph.nodes)
+    add_in_float32(exact)
+    assert len(exact.graph.nodes) == before, "float32 stays as it is"
 
 
 GRAPHS = (

@@ -124,6 +124,7 @@ def _convert(trt: Any, program: torch.export.ExportedProgram) -> Any:
     for node in program.graph.nodes:
         if node.target is torch.ops.aten.view.default:  # what replaces attention has other strides
             node.target = torch.ops.aten.reshape.default
+    add_in_float32(program)
     settings = CompilationSettings(disable_tf32=True, attn_bias_is_causal=False)
     settings.use_explicit_typing = True  # precisions are those of the graph; 2.13 has no other networks
     operators = get_decompositions()
@@ -144,6 +145,36 @@ def _convert(trt: Any, program: torch.export.ExportedProgram) -> Any:
     with patch.object(condition, "promote_trt_tensors_to_same_dtype", lambda ctx, x, y, name: (x, y)):
         interpreter._construct_trt_network_def()
     return interpreter
+
+
+def add_in_float32(program: torch.export.ExportedProgram) -> None:
+    """Compute sums of a linear layer's output and another tensor in float32, where both are of half precision.
+
+    TensorRT for RTX 1.4 joins such a sum with the product. In the vision encoder the joined kernel writes outside its
+    memory on an H200 (benchmarks/NOTES-backends.md); it does not join a sum in float32.
+    """
+    graph, aten = program.graph, torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        given = [each for each in node.args if isinstance(each, torch.fx.Node)]
+        dtypes = {each.meta["val"].dtype for each in given}
+        if len(given) < 2 or dtypes not in ({torch.bfloat16}, {torch.float16}):
+            continue
+        if all(each.target is not aten.linear.default for each in given):
+            continue
+        with graph.inserting_before(node):
+            node.args = tuple(_converted(graph, each, torch.float32) for each in given)
+        value = node.meta["val"]
+        node.meta["val"] = value.to(torch.float32)
+        with graph.inserting_after(node):
+            rounded = _converted(graph, node, value.dtype)
+        node.replace_all_uses_with(rounded, delete_user_cb=lambda user, keep=rounded: user is not keep)
+        program.graph_signature.replace_all_uses(node.name, rounded.name)
+
+
+def _converted(graph: torch.fx.Graph, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    made = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    made.meta["val"] = node.meta["val"].to(dtype)
+    return made
 
 
 @torch.library.custom_op("mingc_tensorrt::attention", mutates_args=())
