@@ -90,17 +90,24 @@ def arrival_patterns() -> list[ArrivalPattern]:
     ]
 
 
+def write_configs(folder: Path) -> None:
+    """Configs with the smallest dims that the kernels support, heads of 64."""
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    talker = folder / "talker"
+    _edit(talker / "llm" / "config.json", [], _WIDE)
+    _edit(talker / "config.json", [], {"steps": 4})
+    for name in ("flowmodel", "aggregator"):
+        _edit(talker / "config.json", [name], {"hidden_size": 128, "num_heads": 2})
+    _edit(talker / "config.json", ["flowmodel"], {"llm_cond_dim": _WIDE["hidden_size"]})
+    for name in ("enc_kwargs", "dec_kwargs"):
+        _edit(talker / "vae" / "config.json", [name, "backbone"], _WIDE)
+
+
 def make_artifact(output: Path, *, batch_sizes: str, jobs: int, cache: Path | None = None) -> None:
-    """Export the speech stages for CUDA in bfloat16: the smallest dims that the kernels support, heads of 64."""
+    """Export the speech stages of `write_configs` for CUDA in bfloat16."""
     with tempfile.TemporaryDirectory() as scratch:
         configs = Path(scratch) / "configs"
-        shutil.copytree(TINY, configs, ignore=shutil.ignore_patterns("*.safetensors"))
-        _edit(configs / "talker" / "llm" / "config.json", [], _WIDE)
-        _edit(configs / "talker" / "config.json", [], {"steps": 4})
-        for name in ("flowmodel", "aggregator"):
-            _edit(configs / "talker" / "config.json", [name], {"hidden_size": 128, "num_heads": 2})
-        for name in ("enc_kwargs", "dec_kwargs"):
-            _edit(configs / "talker" / "vae" / "config.json", [name, "backbone"], _WIDE)
+        write_configs(configs)
         words = ["--synthetic", "--stages", ",".join(STAGES), "--target", "cuda", "--dtype", "bfloat16"]
         words += ["--batch-sizes", batch_sizes, "--prefill-chunk-size", "64", "--jobs", str(jobs)]
         words += ["--output", str(output), *(["--cache", str(cache)] if cache is not None else [])]

@@ -12,6 +12,8 @@ from mingc_command import PARTLY
 from speech_isolation import ArrivalPattern, Waves
 
 from mingc.artifacts.artifact import open_artifact
+from mingc.export.plan import plan_export
+from mingc.export.recipe import ExportRecipe
 from mingc.runtime.talker.worker import SpeechSegment, TalkerWorker
 
 # GEMMs of another batch size sum in another order, so float32 rounds differently.
@@ -36,6 +38,15 @@ def alone(worker: TalkerWorker, segments: list[SpeechSegment]) -> Waves:
     """Each request alone in the largest bucket; the other rows are padding."""
     with speech_isolation.only_bucket(worker, LARGEST):
         return speech_isolation.speak_alone(worker, segments)
+
+
+def test_an_export_takes_the_configs_of_the_gpu_test(tmp_path: Path) -> None:
+    configs = tmp_path / "configs"
+    speech_isolation.write_configs(configs)
+    recipe = ExportRecipe(
+        checkpoint=configs, output=tmp_path / "artifact", stages=speech_isolation.STAGES, synthetic=True
+    )
+    assert {graph.stage for graph in plan_export(recipe).graphs} == {*speech_isolation.STAGES}
 
 
 def test_the_requests_differ_and_are_audible(alone: Waves) -> None:
