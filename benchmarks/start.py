@@ -11,6 +11,7 @@ it. Each server answers one request.
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import json
 import multiprocessing
@@ -33,6 +34,7 @@ import torch
 from arguments import whole
 from served import serve
 
+import mingc
 from mingc.artifacts.artifact import Artifact, new_artifact, open_artifact
 from mingc.artifacts.manifest import FILE_NAME, FileRecord, StageRecord
 from mingc.artifacts.spec import join_path
@@ -239,6 +241,8 @@ def main() -> None:
     about["weights_files"] = len(weights)
     about["drawn_layers"] = sum(len(stage.repeated) for stage in manifest.stages.values())
     rows = list[dict[str, Any]]()
+    # An installed package has byte code. A checkout has none where Python may not write it.
+    compileall.compile_dir(Path(mingc.__file__).parent, quiet=1)
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)

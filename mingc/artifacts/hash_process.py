@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from mingc.artifacts.artifact import Artifact, file_hashes, hash_or_problem, raise_changed, unreadable
 from mingc.artifacts.file_region import FileRegion
@@ -28,49 +29,82 @@ _POLL_S = 0.02
 _READ_BYTES = 1 << 16
 
 
+class HashProcess:
+    """A process that hashes files of an artifact, `names`, from now on. A `with` statement ends it.
+
+    Raises: WorkerError when it does not start.
+    """
+
+    def __init__(self, artifact: Artifact, names: Collection[str]) -> None:
+        self._names = {*names}
+        self._found = dict[str, str]()  # hashes, or problems
+        self._unread, self._said = b"", ""
+        regions = list[FileRegion]()
+        for name in names:
+            try:
+                regions.append(artifact.region(name))
+            except OSError as error:  # the file has gone since the artifact was opened
+                self._found[name] = unreadable(error)
+        self._process = _start(regions)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process as process:
+            process.kill()
+            assert process.stdin is not None, "it has a pipe"
+            with suppress(BrokenPipeError):  # what was not written
+                process.stdin.close()
+
+    def wait(self) -> Mapping[str, str]:
+        """The hashes of all files by name; of a file that cannot be read, why. An interrupt ends the wait at once.
+
+        Raises: WorkerError when the process dies.
+        """
+        assert self._process.stdout is not None, "it has a pipe"
+        while not self._found.keys() >= self._names:
+            # A signal may come just before a call that blocks, and would wait for its end: none does.
+            try:
+                read = os.read(self._process.stdout.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                time.sleep(_POLL_S)
+                continue
+            if not read:
+                how = f"has failed: {self._said}" if self._said else "was killed"
+                raise WorkerError(f"the process that hashes weights {how}", fix="start again")
+            *lines, self._unread = (self._unread + read).split(b"\n")
+            for line in lines:
+                if line.startswith(b"["):
+                    self._found.update([json.loads(line)])
+                else:
+                    self._said = line.decode(errors="replace")
+        return self._found
+
+
 @contextmanager
-def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Callable[[], None]]:
+def hashes_compared(
+    artifact: Artifact, beside: Collection[str], hashing: HashProcess | None = None
+) -> Iterator[Callable[[], None]]:
     """Compare the hashes of all files: of those `beside` while the block runs, of the others before it.
 
     The block calls the yielded function to wait for the end. When it fails, a changed file may be the cause: the
-    comparison is awaited, and an IntegrityError comes instead. An interrupt ends the process at once.
+    comparison is awaited, and an IntegrityError comes instead.
+
+    `hashing`: a process that hashes those `beside` already; this ends it. None: one is started.
 
     Raises: IntegrityError listing all files that differ or cannot be read, WorkerError when the process does not start
         or dies.
     """
-    files, regions, found = artifact.manifest.files, list[FileRegion](), dict[str, str]()
-    for name in beside:
-        try:
-            regions.append(artifact.region(name))
-        except OSError as error:  # the file has gone since the artifact was opened
-            found[name] = unreadable(error)
-    with _child(regions) as child:
-        unread, said = b"", ""
+    others = dict[str, str]()
+    with hashing or HashProcess(artifact, beside) as process:
 
         def wait() -> None:
-            nonlocal unread, said
-            assert child.stdout is not None, "it has a pipe"
-            while not found.keys() >= {*beside}:
-                # A signal may come just before a call that blocks, and would wait for its end: none does.
-                try:
-                    read = os.read(child.stdout.fileno(), _READ_BYTES)
-                except BlockingIOError:
-                    time.sleep(_POLL_S)
-                    continue
-                if not read:
-                    how = f"has failed: {said}" if said else "was killed"
-                    raise WorkerError(f"the process that hashes weights {how}", fix="start again")
-                *lines, unread = (unread + read).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"["):
-                        found.update([json.loads(line)])
-                    else:
-                        said = line.decode(errors="replace")
-            raise_changed(artifact, found)
+            raise_changed(artifact, {**others, **process.wait()})
 
         try:
-            found |= file_hashes(artifact, [name for name in files if name not in beside])
-            raise_changed(artifact, found)
+            others |= file_hashes(artifact, [name for name in artifact.manifest.files if name not in beside])
+            raise_changed(artifact, others)
             yield wait
         except Exception:
             with suppress(WorkerError):  # then what failed first is told
@@ -78,9 +112,8 @@ def hashes_compared(artifact: Artifact, beside: Collection[str]) -> Iterator[Cal
             raise
 
 
-@contextmanager
-def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the process; it is killed at the end. Reading its output does not block."""
+def _start(regions: Iterable[FileRegion]) -> subprocess.Popen[bytes]:
+    """Start the process. Reading its output does not block."""
     largest_first = sorted(regions, key=lambda each: -each.size_bytes)
     described = [(each.name, str(each.path), each.offset, each.size_bytes) for each in largest_first]
     try:
@@ -97,18 +130,12 @@ def _child(regions: Iterable[FileRegion]) -> Iterator[subprocess.Popen[bytes]]:
             where=sys.executable,
             fix="raise the limits of processes, memory and open files, or install Python again",
         ) from error
-    with process as child:
-        assert child.stdin is not None and child.stdout is not None, "it has pipes"
-        os.set_blocking(child.stdout.fileno(), False)
-        try:
-            with suppress(BrokenPipeError):  # it has ended before: who waits for its hashes is told
-                child.stdin.write(json.dumps(described).encode() + b"\n")
-                child.stdin.flush()
-            yield child
-        finally:
-            child.kill()
-            with suppress(BrokenPipeError):  # what was not written
-                child.stdin.close()
+    assert process.stdin is not None and process.stdout is not None, "it has pipes"
+    os.set_blocking(process.stdout.fileno(), False)
+    with suppress(BrokenPipeError):  # it has ended before: who waits for its hashes is told
+        process.stdin.write(json.dumps(described).encode() + b"\n")
+        process.stdin.flush()
+    return process
 
 
 def _main() -> None:

@@ -277,6 +277,11 @@ class Manifest:
         """The hash that `manifest.json` contains."""
         return content_hash(encode(self))
 
+    @property
+    def weights_files(self) -> frozenset[str]:
+        """The weights files of all stages."""
+        return frozenset(file for stage in self.stages.values() for file in stage.weights_files)
+
     def named_files(self) -> Iterator[str]:
         """Every file that a record names."""
         for stage in self.stages.values():

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
+from mingc.artifacts.artifact import open_artifact
+from mingc.artifacts.hash_process import HashProcess
 from mingc.console.command import FOUND_PROBLEMS, PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
 from mingc.console.signals import INTERRUPTED
@@ -106,8 +108,18 @@ def command(
     of_http, of_media, of_engines = given(ServeOptions, MediaOptions, EngineOptions, where="mingc serve")
     http, media = ServeOptions(**of_http), MediaOptions(**of_media)
     engines = EngineOptions(**_DEFAULTS | of_engines)
-    with clock.phase("import"), _installed():
+    context = click.get_current_context()
+    hashing = None
+    # Other processes begin before the imports, which take seconds.
+    if engines.check_hashes:
+        opened = open_artifact(artifact)
+        hashing = context.with_resource(HashProcess(opened, opened.manifest.weights_files))
+    with clock.phase("import"), _frozen(context), _installed():
         from mingc.media.decoder_pool import DecoderPool
+
+        decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+        context.call_on_close(decoders.close)
+        decoders.prepare()
         from mingc.runtime.service.builder import open_service
         from mingc.server.api_keys import ApiKeys
         from mingc.server.app import create_app
@@ -124,12 +136,10 @@ def command(
     listener = bind_socket(http.host, http.port)
     changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
     step_logger("serve")(" ".join([str(artifact), *changed]))
-    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
-    service = open_service(artifact, engines, clock, media=decoders)
+    service = open_service(artifact, engines, clock, media=decoders, hashing=hashing)
     if is_self_checked and not _is_as_recorded(service, artifact, clock):
         return FOUND_PROBLEMS
-    # Start-up objects live as long as the process: a full collection would traverse them for a tenth of a second, while
-    # every stream waits.
+    # Start-up objects live as long as the process: a full collection would traverse them while every stream waits.
     with clock.phase("collect garbage"):
         gc.collect()
         gc.freeze()
@@ -139,11 +149,20 @@ def command(
         print(json.dumps(document) if as_json else url, flush=True)
         log.info("serving %s at %s, ready in %.1f s", service.info.model, url, clock.total_s)
 
-    try:
-        ended_in_order = serve(create_app(service, http, keys, traces), listener, announce=announce)
-    finally:
-        gc.unfreeze()  # engines remove their unpacked files when they are collected
+    ended_in_order = serve(create_app(service, http, keys, traces), listener, announce=announce)
     return 0 if ended_in_order else INTERRUPTED
+
+
+@contextmanager
+def _frozen(context: click.Context) -> Iterator[None]:
+    """Objects that the block makes live as long as the command: the collector traverses them neither now nor later."""
+    context.call_on_close(gc.unfreeze)  # engines remove their unpacked files when they are collected
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

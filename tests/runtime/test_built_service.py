@@ -275,7 +275,7 @@ def build(
     found = Built(service=None)  # type: ignore[arg-type]
 
     @contextmanager
-    def hashes_compared(artifact: Artifact, beside: object) -> Iterator[Callable[[], None]]:
+    def hashes_compared(artifact: Artifact, *_: object) -> Iterator[Callable[[], None]]:
         yield lambda: found.hashed.append(artifact.root)
 
     def rank_group(*_: object, step_timeout_s: float, **__: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 from server_thread import eventually
 
 from mingc.artifacts.artifact import Artifact, check_hashes
-from mingc.artifacts.hash_process import hashes_compared
+from mingc.artifacts.hash_process import HashProcess, hashes_compared
 from mingc.artifacts.manifest import FileRecord, Manifest
 from mingc.errors import ConfigError, IntegrityError, WorkerError
 
@@ -105,6 +105,23 @@ def test_an_interrupt_ends_a_stopped_process(manifest: Manifest, tmp_path: Path)
         [child] = hash_processes()
         child.suspend()
         raise KeyboardInterrupt
+    assert not child.is_running()
+
+
+def test_a_process_that_has_begun_before_is_used_and_ended(manifest: Manifest, tmp_path: Path) -> None:
+    names = ["weights/one", "weights/two"]
+    artifact = write(manifest, tmp_path, *names)
+    hashing = HashProcess(artifact, names)
+    [child] = hash_processes()
+    child.suspend()  # at its start, so it has read nothing
+    (tmp_path / "weights/two").write_bytes(b"changed")
+    child.resume()
+    with (
+        pytest.raises(IntegrityError, match="two: sha256 differs"),
+        hashes_compared(artifact, names, hashing) as wait,
+    ):
+        assert hash_processes() == [child]
+        wait()
     assert not child.is_running()
 
 

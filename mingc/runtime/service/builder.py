@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mingc.artifacts.artifact import check_fingerprint, open_artifact
-from mingc.artifacts.hash_process import hashes_compared
+from mingc.artifacts.hash_process import HashProcess, hashes_compared
 from mingc.artifacts.manifest import Manifest
 from mingc.errors import ArtifactError, ConfigError, ServeError
 from mingc.host.machine import current_host, gpu_target
@@ -49,12 +49,14 @@ def open_service(
     clock: StartupClock | None = None,
     *,
     media: MediaDecoder | None = None,
+    hashing: HashProcess | None = None,
 ) -> OmniService:
     """Load the artifact at `root` and start its threads and ranks. `clock` records the seconds of each phase.
 
     `media` decodes the media of requests, and the service closes it; None: the service takes no media.
 
     With `check_hashes`, files of weights are hashed while they are loaded; it returns when all hashes are as recorded.
+    `hashing` hashes them already.
 
     Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
     rank does not start.
@@ -102,12 +104,13 @@ def open_service(
         for service in services:
             service.fail(error)
 
-    weights = {file for stage in artifact.manifest.stages.values() for file in stage.weights_files}
     with ExitStack() as hashes, ExitStack() as processes:  # ends them when something after their start fails
         if options.check_hashes:
             # Engines are code: their hashes are compared before they are loaded.
             with clock.phase("compare hashes"):
-                wait_for_hashes = hashes.enter_context(hashes_compared(artifact, weights))
+                wait_for_hashes = hashes.enter_context(
+                    hashes_compared(artifact, artifact.manifest.weights_files, hashing)
+                )
         for device in own_devices if recorded.device == "cuda" else ():
             with clock.phase("start the device"):
                 start_device(device)
