@@ -12,9 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from mingc_command import ENVIRONMENT, REPOSITORY, mingc, mingc_here, serving
+from mingc_command import ENVIRONMENT, REPOSITORY, mingc_here, serving
+from server_thread import run_server
 
 from mingc.artifacts.packed_file import open_packed
+from mingc.media.decoding import InProcessDecoder
+from mingc.runtime.service.builder import open_service
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,8 @@ def test_a_packed_bundle_speaks_as_its_folder_does(
     }
     copies = {path.stem for path in (tmp_path / "mingc/files").iterdir()}
     assert copies and not copies & weights
-    with serving(eager_artifact) as server:
-        assert _speech(server.url) == packed and len(packed) > 1000
+    with run_server(lambda: open_service(eager_artifact, media=InProcessDecoder())) as url:
+        assert _speech(url) == packed and len(packed) > 1000
 
 
 def test_verify_replays_the_packed_engines(
@@ -87,7 +90,7 @@ def test_serve_refuses_what_is_not_signed_as_required(
 ) -> None:
     assert mingc_here("bundle", "keygen", tmp_path / "other.key").code == 0
     given = [word.format(other=tmp_path / "other.pub", team=made / "team.pub") for word in words]
-    done = mingc("serve", made / "tiny.mingc", "--port", 0, *given)
+    done = mingc_here("serve", made / "tiny.mingc", "--port", 0, *given)
     assert done.code in (1, 2) and says in done.stderr and "fix:" in done.stderr
 
 

@@ -146,7 +146,7 @@ def test_all_differences_of_a_fingerprint_are_reported_together(eager_artifact: 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(eager_artifact: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = mingc("serve", eager_artifact, "--port", taken.getsockname()[1])
+        done = mingc_here("serve", eager_artifact, "--port", taken.getsockname()[1])
     assert done.code == 2
     assert "in use" in done.stderr and "--port" in done.stderr
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from changed_artifact import terse_artifact
 from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY, FakeService
-from mingc_command import ENVIRONMENT, mingc, mingc_here
+from mingc_command import ENVIRONMENT, PARTLY, mingc, mingc_here
 
 from mingc.probe import patch_embed, trace
 from mingc.probe.prober import ProbeOptions
@@ -22,9 +22,10 @@ ALONE = ("--no-cold-start", "--no-transfers")
 
 
 def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
-    compiled_artifact: Path, tmp_path: Path
+    compiled_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = mingc("probe", compiled_artifact, *CHOSEN, *ALONE, "--json")
+    monkeypatch.syspath_prepend(str(PARTLY))
+    done = mingc_here("probe", compiled_artifact, *CHOSEN, *ALONE, "--json")
     assert done.code == 0, done.stderr
     report = done.document
     assert set(report) == {
@@ -78,7 +79,7 @@ def test_chosen_engines_have_figures_and_bounds_and_a_slowdown_is_found(
     report["engines"] = [row for row in report["engines"] if row["engine"] != "talker.prefill"] + [gone]
     baseline = tmp_path / "baseline.json"
     baseline.write_text(json.dumps(report), encoding="utf-8")
-    again = mingc("probe", compiled_artifact, *CHOSEN, *ALONE, "--baseline", baseline, "--json")
+    again = mingc_here("probe", compiled_artifact, *CHOSEN, *ALONE, "--baseline", baseline, "--json")
     assert again.code == 3, again.stderr
     compared = again.document
     assert {row["engine"] for row in compared["regressions"]} == {"cfm.sample B=1", "cfm.sample B=8"}
@@ -164,7 +165,9 @@ def test_every_engine_of_the_thinker_is_timed_with_the_cost_of_its_dims(
     wide_thinker_artifact: Path,
 ) -> None:
     """By hand: hidden size 64, 4 query and 2 KV heads of 128, 16 experts of 32, 4 and a shared one in use, float32."""
-    done = mingc("probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, *ALONE, "--json")
+    done = mingc_here(
+        "probe", wide_thinker_artifact, "--engine", "thinker", "--repetitions", 1, *ALONE, "--json"
+    )
     assert done.code == 0, done.stderr
     report = done.document
     rows = {

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from golden_checks import PAIRS, check_goldens
-from mingc_command import ENVIRONMENT, mingc, serving
+from mingc_command import ENVIRONMENT, mingc_here, serving
 
 _NUM_CLIENTS = 8
 _BODY = {
@@ -42,7 +42,7 @@ def test_two_ranks_reproduce_every_golden(
 
 def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
     words = ("--engine", "thinker.head,thinker.decode_attention", "--batch", 1, "--repetitions", 1)
-    done = mingc("probe", two_rank_artifact, *words, "--no-cold-start", "--no-transfers", "--json")
+    done = mingc_here("probe", two_rank_artifact, *words, "--no-cold-start", "--no-transfers", "--json")
     assert done.code == 0, done.stderr
     assert "thinker: rank 0 of 2, without all-reduces" in done.document["notes"]
     layers = {row["engine"]: row["layer_instances"] for row in done.document["engines"]}

@@ -8,13 +8,15 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from mingc_command import serving
+from server_thread import run_server
 
 from mingc.artifacts.artifact import Artifact, open_artifact
 from mingc.artifacts.parameters import ThinkerParameters
 from mingc.export.assets.byte_tokenizer import word
+from mingc.media.decoding import InProcessDecoder
 from mingc.prompts.tokenizer import TextTokenizer
 from mingc.runtime.engines.stage_loader import load_stage, rank_weight_bytes
+from mingc.runtime.service.builder import open_service
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +87,8 @@ def test_its_tokenizer_has_one_token_per_byte_or_word(artifact: Artifact) -> Non
 def test_a_synthetic_thinker_is_served(synthetic_thinker_artifact: Path) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 1.0, "seed": 1}
     with (
-        serving(synthetic_thinker_artifact) as server,
-        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+        run_server(lambda: open_service(synthetic_thinker_artifact, media=InProcessDecoder())) as url,
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
     ):
         answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text

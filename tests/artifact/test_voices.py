@@ -25,6 +25,7 @@ import soundfile
 from mingc_command import CHECKPOINT, DATA, Server, mingc_here, serving
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from server_thread import run_server
 from websockets.sync.client import connect
 
 from mingc.artifacts.artifact import open_artifact
@@ -538,7 +539,10 @@ def test_a_killed_server_leaves_whole_voices(recording: bytes, eager_artifact: P
 
 
 def test_voices_are_refused_where_they_are_not_kept(eager_artifact: Path, recording: bytes) -> None:
-    with serving(eager_artifact) as plain, client(plain) as http:
+    with (
+        run_server(lambda: open_service(eager_artifact, media=InProcessDecoder())) as url,
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as http,
+    ):
         refused = add(http, "a", recording)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "voices_not_kept")
         assert "--voices-dir" in refused.json()["error"]["message"]

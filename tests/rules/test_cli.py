@@ -225,19 +225,32 @@ def test_a_process_that_is_asked_wrongly_exits_with_2() -> None:
         ["bundle", "inspect", "nowhere"],
         ["verify", "nowhere"],
         ["probe", "nowhere"],
-        ["serve", "nowhere"],
         ["export", "nowhere", "--output", "out"],
     ],
 )
-def test_failing_exits_with_1_and_says_where_and_what_to_do(words: list[str], tmp_path: Path) -> None:
-    result = run(*words, cwd=tmp_path)
-    assert result.returncode == 1, result.stderr
-    assert result.stdout == ""
-    assert "nowhere" in result.stderr
-    assert "where:" in result.stderr
-    assert "fix:" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_failing_exits_with_1_and_says_where_and_what_to_do(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, as above."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exited:
+        main(words)
+    stdout, stderr = capsys.readouterr()
+    check_failure(exited.value.code, stdout, stderr)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_fails_exits_with_1(tmp_path: Path) -> None:
+    result = run("serve", "nowhere", cwd=tmp_path)
+    check_failure(result.returncode, result.stdout, result.stderr)
+    assert not list(tmp_path.iterdir())
+
+
+def check_failure(code: object, stdout: str, stderr: str) -> None:
+    """A path `nowhere` was not found."""
+    assert (code, stdout) == (1, ""), stderr
+    assert all(each in stderr for each in ("nowhere", "where:", "fix:")), stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_path_that_is_no_text_is_reported_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

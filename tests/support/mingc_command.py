@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import select
 import subprocess
@@ -68,13 +69,18 @@ def _finish(module: str, words: Sequence[object]) -> Finished:
 
 
 def mingc_here(*words: object) -> Finished:
-    """The same in this process, without importing torch once more. Not for `serve`, which sets up logging anew."""
+    """The same in this process, without importing torch once more. `serve` only to be refused: else it never ends."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    with redirect_stdout(stdout), redirect_stderr(stderr):
-        try:
+    root = logging.getLogger()  # `serve` sends logs to its own stderr
+    handlers, level = [*root.handlers], root.level
+    try:
+        with redirect_stdout(stdout), redirect_stderr(stderr):
             main([*map(str, words)])
-        except SystemExit as exited:
-            code = exited.code
+    except SystemExit as exited:
+        code = exited.code
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
     assert isinstance(code, int)
     return Finished(code, stdout.getvalue(), stderr.getvalue())
 
