@@ -85,17 +85,23 @@ async def together(service: OmniService) -> list[Answer]:
     return list(await asyncio.gather(*(answer(service, number) for number in range(NUM_CHATS))))
 
 
+@pytest.fixture(scope="module")
+def plenty(eager_artifact: Path) -> list[Answer]:
+    """Answers of one rank whose chats have all pages, sampled by the host."""
+    answers, num_preempted = answers_of(eager_artifact, EngineOptions())
+    assert num_preempted == 0
+    return answers
+
+
 @pytest.mark.parametrize("way", ["host samples", "overlapped chunks", "two ranks"])
 def test_preempted_chats_answer_as_if_they_had_all_pages(
-    way: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    way: str, plenty: list[Answer], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
     artifact: Path = request.getfixturevalue("two_rank_artifact" if way == "two ranks" else "eager_artifact")
     steps = StepOptions()
     if way == "overlapped chunks":
         steps = StepOptions(is_static=True, max_chunk=1, two_batch_overlap=True)
-    plenty, num_preempted = answers_of(artifact, EngineOptions(steps=steps))
-    assert num_preempted == 0
     scarce, num_preempted = answers_of(artifact, EngineOptions(steps=steps, max_total_tokens=TOKENS))
     assert num_preempted > 0
     for expected, preempted in zip(plenty, scarce, strict=True):
