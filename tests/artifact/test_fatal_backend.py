@@ -56,8 +56,8 @@ def test_auto_goes_on_without_it_and_records_how_its_process_ended(tmp_path: Pat
 
 @pytest.mark.usefixtures("installed")
 def test_a_backend_that_was_asked_for_ends_the_export(tmp_path: Path) -> None:
-    root = tmp_path / "cfm"
-    words = ("--backend", "fatal", "--stages", "cfm", "--no-cache", "--output", root)
+    root = tmp_path / "encoder"
+    words = ("--backend", "fatal", "--stages", "audio_encoder", "--no-cache", "--jobs", 1, "--output", root)
     failed = mingc_here("export", CHECKPOINT, *words)
     assert failed.code == 1 and "the process that worked on this died (out of memory?)" in failed.stderr
-    assert "where: cfm.aggregate" in failed.stderr and not root.exists()
+    assert "where: audio_encoder.encode" in failed.stderr and not root.exists()

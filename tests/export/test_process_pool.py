@@ -19,6 +19,7 @@ import torch
 import mingc
 from mingc.errors import CompileError
 from mingc.export.process_pool import (
+    _cause,
     gives_memory_back,
     peak_rss_bytes,
     result_of,
@@ -61,47 +62,41 @@ def test_a_failed_export_ends_its_workers_and_leaves_no_folder(tmp_path: Path) -
     assert not list(scratch.iterdir())
 
 
-def test_each_process_sees_one_of_the_gpus_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_before_they_have_tasks_and_see_the_gpus_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    others = set(multiprocessing.active_children())
     with worker_pool(3, ("5", "GPU-7e")) as pool:
+        start_processes(pool, 3)
+        assert len(set(multiprocessing.active_children()) - others) == 3
         seen: dict[int, str] = {}
         while len(seen) < 3:
-            seen.update(pool.map(_visible, range(3)))
+            seen.update((process, gpu) for process, gpu, _ in pool.map(_seen, range(3)))
     assert sorted(seen.values()) == ["5", "5", "GPU-7e"]
 
 
-def test_processes_start_before_they_have_tasks() -> None:
-    others = set(multiprocessing.active_children())
-    with worker_pool(2) as pool:
-        start_processes(pool, 2)
-        assert len(set(multiprocessing.active_children()) - others) == 2
-
-
-def test_processes_for_gpus_share_the_cores() -> None:
-    cores, theirs = len(os.sched_getaffinity(0)), 8 * len(os.sched_getaffinity(0))
-    for jobs, gpus, threads in (
-        (1, ("0",), cores),
-        (theirs, ("0",), 1),
-        (theirs, (), torch.get_num_threads()),
-    ):
-        with worker_pool(jobs, gpus) as pool:
-            assert pool.submit_alone("g", torch.get_num_threads).result() == threads
-
-
-def test_each_task_that_runs_alone_sees_the_next_gpu_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_task_that_runs_alone_sees_the_next_gpu_that_is_free_and_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    cores = len(os.sched_getaffinity(0))
     with worker_pool(3, ("5", "GPU-7e")) as pool:
-        together = [pool.submit_alone("g", _visible, place) for place in range(3)]
-        assert [each.result()[1] for each in together] == ["5", "GPU-7e", "5"]
-        assert pool.submit_alone("g", _visible, 0).result()[1] in ("5", "GPU-7e")
-    with worker_pool(1) as pool:
-        assert pool.submit_alone("g", _visible, 0).result()[1] == "9"
+        together = [pool.submit_alone("g", _seen, place) for place in range(3)]
+        assert [each.result()[1:] for each in together] == [
+            (gpu, max(1, cores // 3)) for gpu in ("5", "GPU-7e", "5")
+        ]
+        assert pool.submit_alone("g", _seen, 0).result()[1] in ("5", "GPU-7e")
+    with worker_pool(1, ("5",)) as pool:
+        assert pool.submit_alone("g", _seen, 0).result()[2] == cores
+    with worker_pool(8 * cores) as pool:
+        assert pool.submit_alone("g", _seen, 0).result()[1:] == ("9", torch.get_num_threads())
 
 
-def _visible(_: int) -> tuple[int, str]:
-    """This process, and what CUDA would see in it."""
+def _seen(_: int) -> tuple[int, str, int]:
+    """This process, what CUDA would see in it, and the threads of torch's operations."""
     time.sleep(0.05)  # so that one process does not take all tasks
-    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"]
+    return os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"], torch.get_num_threads()
 
 
 def test_a_process_that_dies_idle_is_reported_with_the_next_task_and_not_as_a_bug() -> None:
@@ -118,21 +113,21 @@ def test_tasks_that_run_alone_end_with_their_process_and_take_no_other_task_with
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     deaths: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
-        (os.abort, (), "signal 6"),
         (os._exit, (7,), "exit code 7"),
         (signal.raise_signal, (signal.SIGKILL,), r"signal 9: out of memory\?"),
     ]
     with worker_pool(1) as pool:
         shared = pool.submit(os.getpid).result()
         waiting = pool.submit(pipe.read_text)
-        alone = result_of(pool.submit_alone("g", os.getpid), "g")
+        with pytest.raises(KeyError) as failed:
+            result_of(pool.submit_alone("g", exec, "import os; raise KeyError(os.getpid())"), "g")
+        (alone,) = failed.value.args
         assert alone != shared and not Path(f"/proc/{alone}").exists()
-        with pytest.raises(ZeroDivisionError):
-            result_of(pool.submit_alone("g", divmod, 1, 0), "g")
         for work, arguments, cause in deaths:
             with pytest.raises(CompileError, match=rf"^its process died \({cause}\)") as caught:
                 result_of(pool.submit_alone("cfm.sample", work, *arguments), "cfm.sample")
             assert caught.value.where == "cfm.sample" and "--backend" in str(caught.value.fix)
+        assert _cause(-signal.SIGABRT) == "signal 6"
         pipe.write_text("works on")
         assert result_of(waiting, "talker.step") == "works on"
         assert pool.submit(os.getpid).result() == shared
