@@ -36,7 +36,11 @@ def tones(text: str, *, pitch: float = 170.0, seed: int = 0, syllable_s: float |
         time = np.arange(round(seconds * (1 + 0.04 * draw.standard_normal()) * HZ)) / HZ
         own = pitch * (1 + 0.1 * ((ord(letter) * 7) % 11 - 5) / 5 + 0.005 * draw.standard_normal())
         shape = 1 + ord(letter) % 3
-        tone = sum(np.sin(2 * np.pi * own * k * time) / k ** (0.8 + 0.2 * shape) for k in range(1, 9))
+        tone, first = np.zeros(len(time)), np.exp(2j * np.pi * own * time)
+        harmonic = np.ones(len(time), complex)
+        for k in range(1, 9):
+            harmonic *= first
+            tone += harmonic.imag / k ** (0.8 + 0.2 * shape)
         pieces.append((0.35 + 0.65 * np.hanning(len(time))) * tone)
     wave = 0.12 * np.concatenate(pieces)
     return (wave + 1e-4 * draw.standard_normal(len(wave))).astype(np.float32)
