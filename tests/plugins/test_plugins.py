@@ -64,7 +64,7 @@ def filter_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy stage, compiled by the toy backend."""
     root = tmp_path_factory.mktemp("plugins") / "filter"
     words = ("--output", root, "--stages", "toy_filter", "--backend", "toy_program", "--batch-sizes", "1,4")
-    report = mingc("export", CHECKPOINT, *words)
+    report = mingc("export", CHECKPOINT, *words, "--jobs", 1)
     assert [(row["stage"], row["graph"], row["backend"]) for row in report["graphs"]] == [
         ("toy_filter", "filter", "toy_program")
     ]
