@@ -23,21 +23,10 @@ _BODY = {
 }
 
 
-@pytest.mark.parametrize(
-    "requests",
-    [
-        # The longest prompt, a prompt that continues another, media, and hidden rows for the talker.
-        ("long text", "second turn", "image, audio", "spoken chat"),
-        pytest.param(None, marks=pytest.mark.exhaustive),
-    ],
-    ids=["some requests", "all requests"],
-)
-def test_two_ranks_reproduce_every_golden(
-    requests: tuple[str, ...] | None, two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_reproduce_every_golden(two_rank_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded requests are served in the way that differs from the server of test_isolation.py."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])  # of rank 1
-    check_goldens(two_rank_artifact, ways=(PAIRS,), requests=requests)
+    check_goldens(two_rank_artifact, ways=(PAIRS,))
 
 
 def test_probe_times_the_share_of_one_rank(two_rank_artifact: Path) -> None:
