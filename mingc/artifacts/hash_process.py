@@ -20,7 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from mingc.artifacts.artifact import Artifact, file_hashes, hash_or_problem, raise_changed, unreadable
+from mingc.artifacts.artifact import (
+    Artifact,
+    file_hashes,
+    hash_or_problem,
+    open_artifact,
+    raise_changed,
+    unreadable,
+)
 from mingc.artifacts.file_region import FileRegion
 from mingc.errors import WorkerError
 from mingc.python_module import module_command, module_environment
@@ -80,6 +87,15 @@ class HashProcess:
                 else:
                     self._said = line.decode(errors="replace")
         return self._found
+
+
+def hash_weights(root: Path) -> HashProcess:
+    """A process that hashes the weights of the artifact at `root`.
+
+    Raises: ArtifactError and its subclasses; WorkerError when it does not start.
+    """
+    artifact = open_artifact(root)
+    return HashProcess(artifact, artifact.manifest.weights_files)
 
 
 @contextmanager

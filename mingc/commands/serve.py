@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from mingc.artifacts.artifact import open_artifact
-from mingc.artifacts.hash_process import HashProcess
 from mingc.console.command import FOUND_PROBLEMS, PATH, Command, common, declared, given, option
 from mingc.console.progress import step_logger
 from mingc.console.signals import INTERRUPTED
@@ -109,20 +107,10 @@ def command(
     http, media = ServeOptions(**of_http), MediaOptions(**of_media)
     engines = EngineOptions(**_DEFAULTS | of_engines)
     context = click.get_current_context()
-    hashing = None
-    # Other processes begin before the imports, which take seconds.
-    if engines.check_hashes:
-        opened = open_artifact(artifact)
-        hashing = context.with_resource(HashProcess(opened, opened.manifest.weights_files))
     with clock.phase("import"), _frozen(context), _installed():
+        from mingc.artifacts.hash_process import hash_weights
         from mingc.media.decoder_pool import DecoderPool
-
-        decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
-        context.call_on_close(decoders.close)
-        decoders.prepare()
-        from mingc.runtime.service.builder import open_service
         from mingc.server.api_keys import ApiKeys
-        from mingc.server.app import create_app
         from mingc.server.connections import connection_limit
         from mingc.server.lifecycle import bind_socket, serve
         from mingc.server.logs import configure_logging
@@ -136,6 +124,15 @@ def command(
     listener = bind_socket(http.host, http.port)
     changed = [word for each in (http, media, engines) for word in changed_words(each, _DEFAULTS)]
     step_logger("serve")(" ".join([str(artifact), *changed]))
+    # Other processes begin before torch is imported, which takes seconds.
+    hashing = context.with_resource(hash_weights(artifact)) if engines.check_hashes else None
+    decoders = DecoderPool.from_options(media, num_prepared=engines.num_preprocess_threads)
+    context.call_on_close(decoders.close)
+    decoders.prepare()
+    with clock.phase("import"), _frozen(context), _installed():
+        from mingc.runtime.service.builder import open_service
+        from mingc.server.app import create_app
+
     service = open_service(artifact, engines, clock, media=decoders, hashing=hashing)
     if is_self_checked and not _is_as_recorded(service, artifact, clock):
         return FOUND_PROBLEMS

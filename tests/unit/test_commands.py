@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ import pytest
 from mingc_command import mingc_here
 
 import mingc
+from mingc.artifacts import hash_process
 from mingc.bundles import comparison, pruning, signatures, unpacking
 from mingc.cli import main
 from mingc.commands import doctor_report
@@ -130,13 +132,26 @@ def test_export_is_for_as_many_ranks_as_asked(ranks: int, calls: list[dict[str, 
 
 
 @pytest.fixture
-def served_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EngineOptions]]:
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mingc serve` starts no process that hashes or decodes."""
+    monkeypatch.setattr(hash_process, "hash_weights", lambda _: nullcontext("hashes"))
+    idle = SimpleNamespace(prepare=lambda: None, close=lambda: None)
+    monkeypatch.setattr(DecoderPool, "from_options", lambda *_, **__: idle)
+
+
+@pytest.fixture
+def served_options(
+    monkeypatch: pytest.MonkeyPatch, no_processes: None
+) -> Iterator[Callable[..., EngineOptions]]:
     """A function that gives the options with which `mingc serve ARTIFACT WORDS` opens the artifact; it then fails."""
     listeners: list[socket.socket] = []
     opened: list[EngineOptions] = []
     bind = lifecycle.bind_socket
 
-    def open_service(artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder) -> None:
+    def open_service(
+        artifact: Path, options: EngineOptions, clock: object, *, media: MediaDecoder, hashing: object
+    ) -> None:
+        assert hashing == ("hashes" if options.check_hashes else None)
         opened.append(options)
         raise WorkerError("far enough")
 
@@ -193,8 +208,9 @@ def test_serve_decodes_media_within_its_options(
 ) -> None:
     pools: list[tuple[MediaOptions, int]] = []
 
-    def from_options(options: MediaOptions, *, num_prepared: int) -> None:
+    def from_options(options: MediaOptions, *, num_prepared: int) -> SimpleNamespace:
         pools.append((options, num_prepared))
+        return SimpleNamespace(prepare=lambda: None, close=lambda: None)
 
     monkeypatch.setattr(DecoderPool, "from_options", from_options)
     threads = served_options(
@@ -447,6 +463,7 @@ def test_synth_writes_what_it_is_asked_to(
     assert {name: asked[0][name] for name in (*expected, "output")} == {**expected, "output": Path("y")}
 
 
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(("passes", "code"), [(True, 0), (False, 3)])
 def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
     passes: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -488,6 +505,7 @@ def test_a_server_that_checks_itself_opens_its_port_only_when_it_passes(
     assert gc.get_freeze_count() == 0, "what the service holds can be collected again"
 
 
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(("in_order", "code"), [(True, 0), (False, 130)])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_server_announces_its_address_and_says_how_it_ended(
