@@ -118,10 +118,10 @@ class Slow(FakeService):
             await asyncio.sleep(1)
 
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
-builder.open_service = lambda *_, media: Slow()
+builder.open_service = lambda *_, **__: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600"])
+main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600", "--no-check-hashes"])
 """
 # A command that works until it is interrupted and then takes its time.
 _WORK = """
