@@ -45,7 +45,7 @@ from mingc.runtime.engines.stage_loader import opened_weights, weights_regions, 
 _THREADS = min(8, os.cpu_count() or 1)
 _PIECE_BYTES = 16 << 20
 _ANSWER_S, _END_S = 60, 30
-_SPARE_BYTES = 2 << 30  # of the disk, for what else is written meanwhile
+_SPARE_BYTES = 2 << 30  # of the disk, for other writes
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def main() -> None:
             pool.submit(write_artifact, given.artifact, given.folder).result()
         about["write_s"] = round(time.perf_counter() - began, 1)
     manifest = open_artifact(given.folder).manifest
-    weights = [file for stage in manifest.stages.values() for file in stage.weights_files]
+    weights = manifest.weights_files
     about["weights_bytes"] = sum(manifest.files[name].size_bytes for name in weights)
     about["weights_files"] = len(weights)
     about["drawn_layers"] = sum(len(stage.repeated) for stage in manifest.stages.values())

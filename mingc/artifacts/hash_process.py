@@ -43,7 +43,7 @@ class HashProcess:
     """
 
     def __init__(self, artifact: Artifact, names: Collection[str]) -> None:
-        self._names = {*names}
+        self.names = frozenset(names)
         self._found = dict[str, str]()  # hashes, or problems
         self._unread, self._said = b"", ""
         regions = list[FileRegion]()
@@ -70,7 +70,7 @@ class HashProcess:
         Raises: WorkerError when the process dies.
         """
         assert self._process.stdout is not None, "it has a pipe"
-        while not self._found.keys() >= self._names:
+        while not self._found.keys() >= self.names:
             # A signal may come just before a call that blocks, and would wait for its end: none does.
             try:
                 read = os.read(self._process.stdout.fileno(), _READ_BYTES)
@@ -99,31 +99,29 @@ def hash_weights(root: Path) -> HashProcess:
 
 
 @contextmanager
-def hashes_compared(
-    artifact: Artifact, beside: Collection[str], hashing: HashProcess | None = None
-) -> Iterator[Callable[[], None]]:
-    """Compare the hashes of all files: of those `beside` while the block runs, of the others before it.
+def hashes_compared(artifact: Artifact, hashing: HashProcess) -> Iterator[Callable[[], None]]:
+    """Compare the hashes of all files: of those of `hashing` while the block runs, of the others before it.
 
     The block calls the yielded function to wait for the end. When it fails, a changed file may be the cause: the
     comparison is awaited, and an IntegrityError comes instead.
 
-    `hashing`: a process that hashes those `beside` already; this ends it. None: one is started.
+    `hashing` has ended after the block.
 
-    Raises: IntegrityError listing all files that differ or cannot be read, WorkerError when the process does not start
-        or dies.
+    Raises: IntegrityError listing all files that differ or cannot be read, WorkerError when the process dies.
     """
     others = dict[str, str]()
-    with hashing or HashProcess(artifact, beside) as process:
+    with hashing:
 
         def wait() -> None:
-            raise_changed(artifact, {**others, **process.wait()})
+            raise_changed(artifact, {**others, **hashing.wait()})
 
         try:
-            others |= file_hashes(artifact, [name for name in artifact.manifest.files if name not in beside])
+            names = [name for name in artifact.manifest.files if name not in hashing.names]
+            others |= file_hashes(artifact, names)
             raise_changed(artifact, others)
             yield wait
         except Exception:
-            with suppress(WorkerError):  # then what failed first is told
+            with suppress(WorkerError):  # then the first error is raised
                 wait()
             raise
 
@@ -148,7 +146,7 @@ def _start(regions: Iterable[FileRegion]) -> subprocess.Popen[bytes]:
         ) from error
     assert process.stdin is not None and process.stdout is not None, "it has pipes"
     os.set_blocking(process.stdout.fileno(), False)
-    with suppress(BrokenPipeError):  # it has ended before: who waits for its hashes is told
+    with suppress(BrokenPipeError):  # it has ended: `HashProcess.wait` raises the error
         process.stdin.write(json.dumps(described).encode() + b"\n")
         process.stdin.flush()
     return process

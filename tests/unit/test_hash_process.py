@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,12 @@ def write(manifest: Manifest, root: Path, *names: str) -> Artifact:
     return Artifact(root, replace(manifest, files=files))
 
 
+@contextmanager
+def compared(artifact: Artifact, names: Collection[str]) -> Iterator[Callable[[], None]]:
+    with hashes_compared(artifact, HashProcess(artifact, names)) as wait:
+        yield wait
+
+
 def hash_processes() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [each for each in children if "mingc.artifacts.hash_process" in each.cmdline()]
@@ -46,7 +54,7 @@ def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path
         written.append(child.io_counters().write_chars)
         return written[-1] == written[-2] > 32768
 
-    with hashes_compared(artifact, names) as wait:
+    with compared(artifact, names) as wait:
         [child] = hash_processes()
         eventually(is_full)  # then a line is cut where the pipe ends
         wait()
@@ -54,7 +62,7 @@ def test_more_hashes_than_a_pipe_holds_are_compared(manifest: Manifest, tmp_path
     (tmp_path / names[-1]).write_bytes(b"changed")
     with (
         pytest.raises(IntegrityError, match=r"1 file.*\n.*/39: sha256 differs"),
-        hashes_compared(artifact, names),
+        compared(artifact, names),
     ):
         raise ConfigError("what came of it")
 
@@ -71,10 +79,10 @@ def test_all_files_that_changed_or_went_since_they_were_opened_are_listed(
         (tmp_path / kind / "short").write_bytes(b"")
         (tmp_path / kind / "long").write_bytes(f"{kind}/long and more".encode())
     found = []
-    with pytest.raises(IntegrityError) as refused, hashes_compared(artifact, names) as wait:
+    with pytest.raises(IntegrityError) as refused, compared(artifact, names) as wait:
         wait()
     found.append(refused.value.message)
-    with pytest.raises(IntegrityError) as refused, hashes_compared(artifact, names[4:]):
+    with pytest.raises(IntegrityError) as refused, compared(artifact, names[4:]):
         pytest.fail("engines are loaded")
     found.append(refused.value.message)
     with pytest.raises(IntegrityError) as refused:
@@ -92,7 +100,7 @@ def test_all_files_that_changed_or_went_since_they_were_opened_are_listed(
 def test_a_process_that_dies_hides_no_other_error(manifest: Manifest, tmp_path: Path) -> None:
     artifact = write(manifest, tmp_path, "weights/one")
 
-    with pytest.raises(ConfigError, match="too small"), hashes_compared(artifact, ["weights/one"]):
+    with pytest.raises(ConfigError, match="too small"), compared(artifact, ["weights/one"]):
         [child] = hash_processes()
         child.suspend()  # at its start, so it has not answered
         child.kill()
@@ -101,7 +109,7 @@ def test_a_process_that_dies_hides_no_other_error(manifest: Manifest, tmp_path: 
 
 def test_an_interrupt_ends_a_stopped_process(manifest: Manifest, tmp_path: Path) -> None:
     artifact = write(manifest, tmp_path, "weights/one")
-    with pytest.raises(KeyboardInterrupt), hashes_compared(artifact, ["weights/one"]):
+    with pytest.raises(KeyboardInterrupt), compared(artifact, ["weights/one"]):
         [child] = hash_processes()
         child.suspend()
         raise KeyboardInterrupt
@@ -118,7 +126,7 @@ def test_a_process_that_has_begun_before_is_used_and_ended(manifest: Manifest, t
     child.resume()
     with (
         pytest.raises(IntegrityError, match="two: sha256 differs"),
-        hashes_compared(artifact, names, hashing) as wait,
+        hashes_compared(artifact, hashing) as wait,
     ):
         assert hash_processes() == [child]
         wait()
@@ -147,7 +155,7 @@ def test_signals_of_the_terminal_are_left_to_the_parent(manifest: Manifest, tmp_
     answered = (
         r"2 file.*\n.*first: cannot be read: .*not seekable.*\n.*second: cannot be read: .*not seekable"
     )
-    with pytest.raises(IntegrityError, match=answered), hashes_compared(artifact, names) as wait:
+    with pytest.raises(IntegrityError, match=answered), compared(artifact, names) as wait:
         [child] = hash_processes()
         let_pass(tmp_path / names[0])
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -161,9 +169,10 @@ import hashlib, sys
 from pathlib import Path
 from types import SimpleNamespace
 from mingc.artifacts.artifact import Artifact
-from mingc.artifacts.hash_process import hashes_compared
+from mingc.artifacts.hash_process import HashProcess, hashes_compared
 
-with hashes_compared(Artifact(Path(sys.argv[1]), SimpleNamespace(files={})), ["gate", "shut"]):
+artifact = Artifact(Path(sys.argv[1]), SimpleNamespace(files={}))
+with hashes_compared(artifact, HashProcess(artifact, ["gate", "shut"])):
     print("hashing", flush=True)
     sys.stdin.read()
 """
@@ -204,5 +213,5 @@ def test_a_process_that_does_not_start_or_end_well_is_reported(
         python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     artifact = write(manifest, tmp_path, "weights/one")
-    with pytest.raises(WorkerError, match=says), hashes_compared(artifact, ["weights/one"]) as wait:
+    with pytest.raises(WorkerError, match=says), compared(artifact, ["weights/one"]) as wait:
         wait()

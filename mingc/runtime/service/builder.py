@@ -56,7 +56,7 @@ def open_service(
     `media` decodes the media of requests, and the service closes it; None: the service takes no media.
 
     With `check_hashes`, files of weights are hashed while they are loaded; it returns when all hashes are as recorded.
-    `hashing` hashes them already.
+    `hashing` is a process that hashes them already; None: one is started.
 
     Raises: ArtifactError and its subclasses, ConfigError when options and artifact do not match, WorkerError when a
     rank does not start.
@@ -108,9 +108,8 @@ def open_service(
         if options.check_hashes:
             # Engines are code: their hashes are compared before they are loaded.
             with clock.phase("compare hashes"):
-                wait_for_hashes = hashes.enter_context(
-                    hashes_compared(artifact, artifact.manifest.weights_files, hashing)
-                )
+                hashing = hashing or HashProcess(artifact, artifact.manifest.weights_files)
+                wait_for_hashes = hashes.enter_context(hashes_compared(artifact, hashing))
         for device in own_devices if recorded.device == "cuda" else ():
             with clock.phase("start the device"):
                 start_device(device)
