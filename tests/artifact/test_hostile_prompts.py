@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import openai_checks as checks
 import pytest
 from mixed_requests import picture
 from preprocess_data import config, talker_tokenizer, tokenizer
+from restored_logging import restored_logging
 from server_thread import run_server
 
 from mingc.media.decoder_pool import DecoderPool
@@ -71,7 +71,6 @@ class Served:
 @pytest.fixture(scope="module")
 def served(eager_artifact: Path) -> Iterator[Served]:
     served = Served()
-    handlers, level = logging.root.handlers, logging.root.level
 
     def recorded(build: Callable[..., Any], into: list[Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
@@ -80,15 +79,12 @@ def served(eager_artifact: Path) -> Iterator[Served]:
 
         return record
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, restored_logging():
         patch.setattr(ChatProcessor, "prepare", recorded(ChatProcessor.prepare, served.chats))
         patch.setattr(SpeechPromptBuilder, "build", recorded(SpeechPromptBuilder.build, served.speeches))
         configure_logging("info", "text", served.log)
-        try:
-            with run_server(lambda: open_service(eager_artifact, media=DecoderPool())) as served.url:
-                yield served
-        finally:
-            logging.root.handlers, logging.root.level = handlers, level
+        with run_server(lambda: open_service(eager_artifact, media=DecoderPool())) as served.url:
+            yield served
 
 
 def added(path: str, ids: Any) -> list[int]:

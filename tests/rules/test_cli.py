@@ -6,7 +6,6 @@ docs/cli.md, which is generated from the declarations, pins every option and def
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import click
 import pytest
+from restored_logging import restored_logging
 
 import mingc
 from mingc.cli import COMMANDS, commands, main
@@ -23,11 +23,8 @@ from mingc.cli import COMMANDS, commands, main
 @pytest.fixture(autouse=True)
 def logging_of_other_tests() -> Iterator[None]:
     """A command in this process sends logs to the stderr of its test, which is closed after it."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    with restored_logging():
+        yield
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_service import INFO, SPEECH_ONLY, TEXT_ONLY, FakeService
+from restored_logging import restored_logging
 from server_process import child
 from server_thread import run_server
 
@@ -57,18 +58,13 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for name in ("httpx", "httpcore", "asyncio", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.NOTSET)
+def logging_of_other_tests() -> Iterator[None]:
+    with restored_logging():
+        yield
 
 
 @pytest.fixture
-def log(restored_logging: None) -> io.StringIO:
+def log(logging_of_other_tests: None) -> io.StringIO:
     """The log in JSON, from debug on."""
     stream = io.StringIO()
     configure_logging("debug", "json", stream)
@@ -418,7 +414,7 @@ def test_times_of_json_lines_are_in_utc(log: io.StringIO, monkeypatch: pytest.Mo
     assert before <= datetime.fromisoformat(lines(log)[-1]["time"]) <= after
 
 
-def test_text_lines_show_control_characters(restored_logging: None) -> None:
+def test_text_lines_show_control_characters(logging_of_other_tests: None) -> None:
     stream = io.StringIO()
     configure_logging("info", "text", stream)
     token = REQUEST_ID.set("trace")
@@ -431,7 +427,7 @@ def test_text_lines_show_control_characters(restored_logging: None) -> None:
 
 
 def test_repeated_lines_are_dropped_and_counted(
-    restored_logging: None, monkeypatch: pytest.MonkeyPatch
+    logging_of_other_tests: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
     configure_logging("warning", "text", stream)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import select
 import subprocess
@@ -14,6 +13,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from restored_logging import restored_logging
 
 from mingc.cli import main
 
@@ -71,16 +72,11 @@ def _finish(module: str, words: Sequence[object]) -> Finished:
 def mingc_here(*words: object) -> Finished:
     """The same in this process, without importing torch once more. `serve` only to be refused: else it never ends."""
     stdout, stderr = io.StringIO(), io.StringIO()
-    root = logging.getLogger()  # `serve` sends logs to its own stderr
-    handlers, level = [*root.handlers], root.level
-    try:
-        with redirect_stdout(stdout), redirect_stderr(stderr):
+    with restored_logging(), redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
             main([*map(str, words)])
-    except SystemExit as exited:
-        code = exited.code
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+        except SystemExit as exited:
+            code = exited.code
     assert isinstance(code, int)
     return Finished(code, stdout.getvalue(), stderr.getvalue())
 

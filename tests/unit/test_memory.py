@@ -25,10 +25,8 @@ def test_bytes_of_one_owner_on_one_device_are_added_up() -> None:
 
 
 def test_each_device_has_one_line_with_what_is_free_where_that_is_known(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # A server that another test ran in this process may have left a limit on repeated lines.
-    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     memory = MemoryAccount()
     memory.add("cuda:0", "thinker_weights", 95 << 30)
     memory.add(HOST, "encoder_cache", 512 << 20)
