@@ -18,7 +18,10 @@ pytestmark = [
 ]
 
 
-def test_copies_are_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_inference", [False, True], ids=["as usual", "in inference mode"])
+def test_copies_are_what_the_library_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inference: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     path, device = tmp_path / "weights.safetensors", torch.device("cuda", torch.cuda.device_count() - 1)
     tensors = {f"w{index}": torch.randn(index, 1001, generator=generator) for index in range(200)}
@@ -28,7 +31,8 @@ def test_copies_are_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         device_copies, "_PIECE_BYTES", 100_003
     )  # tensors of several pieces, buffers used again
-    copies = device_copies.copy_to_device(dict.fromkeys(file.keys(), file), device)
+    with torch.inference_mode(is_inference):
+        copies = device_copies.copy_to_device(dict.fromkeys(file.keys(), file), device)
     expected = load_file(path)
     assert copies.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -55,6 +55,7 @@ def copy_to_device(files: Mapping[str, PackedWeights], device: torch.device) -> 
     return copies
 
 
+@torch.inference_mode()  # the caller may be in this mode, which each thread enters for itself
 def _copy(pieces: deque[_Piece], device: torch.device) -> None:
     """Copy pieces until none is left."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
