@@ -1,8 +1,8 @@
 """Isolation of speech: 16 mixed requests in several arrival patterns, compared with each run alone.
 
-Runs through `TalkerWorker`. Two questions. Within one bucket: is the speech bit for bit the same as alone, where
-padding fills the bucket? Between buckets: how large is the difference, in the first patch and over the whole?
-Differences are relative to the request's largest sample alone.
+Runs through `TalkerWorker`. Two questions. Within one bucket of patches and of prompts: is the speech bit for bit the
+same as alone, where padding fills the bucket? Between buckets: how large is the difference, in the first patch and over
+the whole? Differences are relative to the request's largest sample alone.
 
     python benchmarks/speech_isolation.py --artifact /tmp/small --json benchmarks/results/speech-isolation-….json
 
@@ -173,13 +173,17 @@ def open_worker(artifact: Artifact, device: torch.device) -> TalkerWorker:
 
 @contextmanager
 def only_bucket(worker: TalkerWorker, size: int) -> Iterator[None]:
-    """Run every patch inside the block in the bucket `size`."""
+    """Run every patch inside the block in the bucket `size`, and all prompts in the largest chunk.
+
+    Prompts that come together share a chunk, which may be larger than that of one alone.
+    """
     engines = worker.engines
-    sizes, engines.batch_sizes = engines.batch_sizes, [size]
+    sizes, chunks = engines.batch_sizes, engines.chunk_sizes
+    engines.batch_sizes, engines.chunk_sizes = [size], chunks[-1:]
     try:
         yield
     finally:
-        engines.batch_sizes = sizes
+        engines.batch_sizes, engines.chunk_sizes = sizes, chunks
 
 
 def speak(worker: TalkerWorker, segments: Sequence[SpeechSegment], pattern: ArrivalPattern) -> Waves:

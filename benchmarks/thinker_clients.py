@@ -134,7 +134,11 @@ def _request(parameters: ThinkerParameters, index: int, shortest_answer: int) ->
             if has_media
             else None,
         ),
-        sampling=SamplingParams(max_tokens=shortest_answer + 3 * (index % 9), **_RULES[index % len(_RULES)]),  # type: ignore[arg-type]
+        sampling=SamplingParams(
+            max_tokens=shortest_answer + 3 * (index % 9),
+            banned_tokens=tuple(parameters.stop_token_ids),  # every answer has its full length
+            **_RULES[index % len(_RULES)],  # type: ignore[arg-type]
+        ),
         seed=100 + index,
     )
 
