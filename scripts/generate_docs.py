@@ -361,7 +361,7 @@ def _support_rows() -> list[str]:
     return lines
 
 
-# Cases of the result file, and their sizes in words.
+# Cases of the result files, and their sizes in words.
 _TENSORRT_CASES = {
     "cfm.sample-B1-2layers": "1 request, 2 layers",
     "cfm.aggregate-N128-2layers": "128 rows, 2 layers",
@@ -373,14 +373,21 @@ _TENSORRT_CASES = {
     "audio_vae.encode-T32-4layers": "32 latents, 4 layers",
     "audio_encoder.encode-N1-T4375-4layers": "15 s, 4 layers",
     "vision_encoder.encode-M1024-4layers": "4,096 patches, 4 layers",
+    "audio_encoder.encode-N1-T4100": "4 s, all layers",
+    "audio_encoder.encode-N1-T4375": "15 s, all layers",
+    "audio_encoder.encode-N1-T4750": "30 s, all layers",
+    "vision_encoder.encode-M64": "256 patches, all layers",
+    "vision_encoder.encode-M256": "1,024 patches, all layers",
+    "vision_encoder.encode-M1024": "4,096 patches, all layers",
 }
 
 
 def _tensorrt_rows() -> list[str]:
-    """Engines of TensorRT and AOTInductor of the released dims, and plain torch, from one run."""
+    """Engines of TensorRT and AOTInductor of the released dims, and plain torch: few layers, and whole encoders."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {
         (row["name"], row["case"].removeprefix("released-bfloat16-"), row["backend"]): row
-        for row in _figures(_latest("tensorrt-released-h200"))
+        for name in ("tensorrt-released-h200", "tensorrt-encoders-h200")
+        for row in _figures(_latest(name))
     }
     lines = [
         "| graph | TensorRT ms | AOTInductor ms | torch ms | error, TensorRT | error, AOTInductor | limit "

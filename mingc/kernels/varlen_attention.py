@@ -47,7 +47,7 @@ def make_segments(bounds_BS2: Tensor, x_KW: Tensor, num_heads: int) -> Segments:
     key_K = torch.arange(num_keys, device=bounds_BS2.device, dtype=torch.int32)
     start_BS1, end_BS1 = bounds_BS2[..., :1], bounds_BS2[..., 1:]
     hidden_BSK = (key_K < start_BS1) | (key_K >= end_BS1)
-    mask_BSK = torch.zeros_like(hidden_BSK, dtype=x_KW.dtype).masked_fill(hidden_BSK, float("-inf"))
+    mask_BSK = x_KW.new_zeros(num_keys).masked_fill(hidden_BSK, float("-inf"))
     return Segments(bounds=bounds_BS2, mask=mask_BSK.unsqueeze(1))
 
 

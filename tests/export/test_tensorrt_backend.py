@@ -257,12 +257,14 @@ def test_float32_is_refused_only_on_a_gpu_that_the_library_does_not_list(
         assert (found is not None) is refused and BACKEND.unsupported_reason("cuda", "bfloat16") is None
 
 
-def refusals(stage_name: str, backend: str) -> dict[str, dict[str, str]]:
-    """What is refused for a GPU in bfloat16 before anything is built, by graph and backend."""
-    checkpoint = DATA / "tiny-ming"
+def refusals(
+    stage_name: str, backend: str, *, target: str = "cuda", checkpoint: Path = DATA / "tiny-ming"
+) -> dict[str, dict[str, str]]:
+    """What is refused in bfloat16 before anything is built, by graph and backend."""
     found = ExportRecipe(
-        checkpoint=checkpoint, output=checkpoint, target="cuda", dtype="bfloat16", backend=(backend,)
-    )
+        checkpoint=checkpoint, output=checkpoint, target=target, dtype="bfloat16", backend=(backend,),
+        synthetic=checkpoint != DATA / "tiny-ming",
+    )  # fmt: skip
     stage = find(stage_name)
     config = stage.config(open_source(found))
     plans = stage.graphs(config, Shard(), stage_options(found))
@@ -298,6 +300,15 @@ def test_the_vision_encoder_is_refused_for_a_gpu_and_left_to_aoti_by_auto(
     assert refused.value.where == "vision_encoder.encode"
     of_auto = refusals("vision_encoder", "auto")["vision_encoder.encode"]
     assert "GiB of scores" in of_auto["tensorrt"] and "aoti" not in of_auto
+
+
+def test_the_vision_encoder_is_not_refused_for_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their images are those of a CPU: 16,384 patches, 16 GiB of scores at the released dims."""
+    released = DATA.parents[1] / "benchmarks" / "released"
+    monkeypatch.setattr(tensorrt_backend, "compiler_problem", lambda *words: None)
+    monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: StandIn)
+    found = refusals("vision_encoder", "tensorrt", target="rtx:sm89", checkpoint=released)
+    assert found == {"vision_encoder.encode": {}}
 
 
 def test_the_thinker_is_refused_for_a_gpu_and_auto_leaves_its_pages_to_aoti(

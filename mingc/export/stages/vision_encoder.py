@@ -376,6 +376,7 @@ def _inverse_frequency(count: int) -> Tensor:
 
 def _token_dim(options: StageOptions) -> Dim:
     """Dim M with doubling buckets."""
-    largest = _MAX_TOKENS_STATIC if options.static_buckets else _MAX_TOKENS_DYNAMIC
+    is_sparse = options.static_buckets and options.device == "cuda"
+    largest = _MAX_TOKENS_STATIC if is_sparse else _MAX_TOKENS_DYNAMIC
     smallest = _MIN_STATIC_BUCKET if options.static_buckets else 1
     return Dim(name="M", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))
