@@ -3,7 +3,7 @@
 The torch reference has two forms, because which experts have rows is known only at run time: eager code visits expert
 by expert; a captured graph, whose shapes are fixed, makes every (token, expert) pair a row. In both a token's result
 does not depend on the other tokens of its batch. Half precision on a GPU of the table runs Triton kernels instead; on a
-GPU with cluster kernels (`mingc.artifacts.target`) CUDA C++ multiplies INT4 weights of some chunks.
+GPU with cluster kernels (`mingc.artifacts.target`) CUDA C++ multiplies INT4 weights for some numbers of tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from mingc.kernels.triton.moe_config import MAX_DECODE_TOKENS
 # Rows of one eager GEMM. A GEMM with another number of rows may sum in another order, so blocks always have this size,
 # padded with zeros.
 _BLOCK_ROWS = 16
-# Tokens up to which CUDA C++ is known to be faster than Triton (benchmarks/NOTES-thinker.md#int4-in-cuda-c).
-_MAX_INT4_TOKENS = 256
+# Tokens for which CUDA C++ replaces Triton (benchmarks/NOTES-thinker.md#int4-in-cuda-c). With fewer its gain may not
+# pay for the shared expert, which then runs separately instead of inside Triton's decode kernels.
+_MIN_INT4_TOKENS, _MAX_INT4_TOKENS = 32, 256
 
 
 class ExpertWeights(NamedTuple):
@@ -93,9 +94,8 @@ def has_kernel(hidden_size: int, intermediate_size: int, num_experts: int) -> bo
 
 def has_int4_kernel(tokens: int, hidden_size: int, intermediate_size: int) -> bool:
     """Whether CUDA C++ multiplies INT4 weights for so many tokens, on a GPU with cluster kernels."""
-    return MAX_DECODE_TOKENS < tokens <= _MAX_INT4_TOKENS and int4_experts.fits(
-        hidden_size, intermediate_size
-    )
+    is_faster = _MIN_INT4_TOKENS <= tokens <= _MAX_INT4_TOKENS
+    return is_faster and int4_experts.fits(hidden_size, intermediate_size)
 
 
 def _launch(
@@ -104,13 +104,13 @@ def _launch(
     from mingc.kernels.triton.moe_decode import moe_decode
     from mingc.kernels.triton.moe_prefill import moe_prefill
 
-    if x.shape[0] > MAX_DECODE_TOKENS:
+    is_cuda = (
+        use_clusters(x)
+        and experts.gate_up.dtype == INT4
+        and has_int4_kernel(x.shape[0], x.shape[1], experts.intermediate_size)
+    )
+    if is_cuda or x.shape[0] > MAX_DECODE_TOKENS:
         shared_out = None if shared is None else swiglu(x, shared)
-        is_cuda = (
-            use_clusters(x)
-            and experts.gate_up.dtype == INT4
-            and has_int4_kernel(x.shape[0], x.shape[1], experts.intermediate_size)
-        )
         code = int4_experts.machine_code(x.device) if is_cuda else None
         summed: Tensor = moe_prefill(x, ids, weights, *experts, shared_out, code)
         return summed

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,7 +43,9 @@ from mingc.export.stages import find
 from mingc.export.tasks import compile_engine, graph_task
 from mingc.export.tasks.compile_engine import build_engine
 from mingc.export.tasks.graph_task import GraphTask
+from mingc.kernels import dispatch
 from mingc.kernels.triton.moe_config import (
+    INT4,
     MoeConfig,
     MoeProblem,
     default_config,
@@ -243,6 +247,25 @@ def test_random_experts_run_in_the_layer(quantization: str | None) -> None:
         assert experts.read_bytes(inputs) == 17 * values
 
 
+def test_random_experts_are_timed_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if on a GPU where the layer runs in CUDA C++ for 64 and for 80 tokens."""
+    calls: list[tuple[str, int]] = []
+    for name in ("moe_decode", "moe_prefill"):
+        recorder = SimpleNamespace(**{name: lambda *given, name=name: calls.append((name, len(given)))})
+        monkeypatch.setitem(sys.modules, f"mingc.kernels.triton.{name}", recorder)
+    dims = replace(
+        DIMS, hidden_size=512, intermediate_size=512, shared_intermediate_size=512, num_experts=16, top_k=4
+    )
+    experts = RandomExperts(dims, INT4, device="cpu")
+    problems = moe_problems(dims, "int4", [16, 64, 80])
+    inputs = [experts.inputs(problem.tokens, 1)[0] for problem in problems]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda index, family: True)
+    for problem, given in zip(problems, inputs, strict=True):
+        experts.run(problem, given)
+    assert calls == [("moe_decode", 11), ("moe_decode", 11), ("moe_prefill", 9)]
+
+
 def _recipe(**changes: object) -> ExportRecipe:
     fixed = {"checkpoint": TINY, "output": Path("out"), "target": "cuda", "dtype": "bfloat16"}
     return ExportRecipe(**{**fixed, "batch_sizes": (1, 4), "prefill_chunk_size": 64, **changes})
@@ -279,11 +302,14 @@ def test_an_export_times_decode_steps_and_prefill_chunks() -> None:
     assert {(problem.weight_format, problem.intermediate_size) for problem in problems} == {(1, 128)}
 
 
-@pytest.mark.parametrize(("quantization", "tokens"), [("int4", [64, 512]), ("fp8", [64, 128, 256, 512])])
-def test_chunks_that_cuda_multiplies_are_not_timed(
+@pytest.mark.parametrize(
+    ("quantization", "tokens"), [("int4", [1, 16, 512]), ("fp8", [1, 16, 32, 64, 128, 256, 512])]
+)
+def test_steps_and_chunks_that_cuda_multiplies_are_not_timed(
     quantization: str, tokens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problems = moe_problems(replace(DIMS, intermediate_size=1024), quantization, [64, 128, 256, 512])
+    dims = replace(DIMS, intermediate_size=1024)
+    problems = moe_problems(dims, quantization, [1, 16, 32, 64, 128, 256, 512])
     monkeypatch.setattr(tuning, "gpu_target", lambda: H200)
     assert [each.tokens for each in with_choice(problems)] == tokens
     monkeypatch.setattr(tuning, "gpu_target", lambda: replace(H200, kernels=frozenset({"triton"})))

@@ -126,10 +126,14 @@ def make_int4(tokens: int, hidden: int, inner: int) -> tuple[Tensor, Tensor, Ten
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inner", "families", "code"),
     [
-        (65, 512, 512, ("triton", "clusters"), "code"),
+        (31, 512, 512, ("triton", "clusters"), None),
+        (32, 512, 512, ("triton", "clusters"), "code"),
+        (64, 4096, 1024, ("triton", "clusters"), "code"),
         (256, 4096, 1024, ("triton", "clusters"), "code"),
         (257, 512, 512, ("triton", "clusters"), None),
+        (32, 512, 512, ("triton",), None),
         (65, 512, 512, ("triton",), None),
+        (32, 512, 256, ("triton", "clusters"), None),
         (65, 512, 256, ("triton", "clusters"), None),
         (65, 768, 512, ("triton", "clusters"), None),
         (65, 4608, 512, ("triton", "clusters"), None),
@@ -145,8 +149,8 @@ def test_cuda_multiplies_int4_where_its_sizes_fit(
 ) -> None:
     """As if on a GPU with these kernel families."""
     calls: list[tuple[Any, ...]] = []
-    recorder = SimpleNamespace(moe_prefill=lambda *given: calls.append(given), moe_decode=None)
-    for name in ("moe_prefill", "moe_decode"):
+    for name in ("moe_prefill", "moe_decode"):  # the last argument of the second is a scale
+        recorder = SimpleNamespace(**{name: lambda *given: calls.append(given)})
         monkeypatch.setitem(sys.modules, f"mingc.kernels.triton.{name}", recorder)
     x, ids, weights, experts = make_int4(tokens, hidden, inner)
     with monkeypatch.context() as on_gpu:
@@ -157,6 +161,32 @@ def test_cuda_multiplies_int4_where_its_sizes_fit(
         moe_experts(x, ids, weights, experts.gate_up.view(torch.int8), *experts[1:])  # no INT4
         moe_experts(x.half(), ids, weights, *experts)
     assert [given[-1] for given in calls] == [code, None, None]
+
+
+def test_a_step_in_cuda_runs_the_shared_expert_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if on a GPU with clusters: the decode kernels would take its weights, those of chunks take its output."""
+    calls: list[tuple[Any, ...]] = []
+    for name in ("moe_prefill", "moe_decode"):
+        recorder = SimpleNamespace(**{name: lambda *given: calls.append(given)})
+        monkeypatch.setitem(sys.modules, f"mingc.kernels.triton.{name}", recorder)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 512, generator=generator).bfloat16()
+    gate_up, gate_up_scale = quantize_int4(torch.randn(1024, 512, generator=generator) / 22)
+    down, down_scale = quantize_int4(torch.randn(512, 512, generator=generator) / 22)
+    shared = ExpertWeights(gate_up, down, gate_up_scale, down_scale)
+    _, ids, weights, experts = make_int4(32, 512, 512)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+        on_gpu.setattr(dispatch, "_has_kernels", lambda index, family: True)
+        on_gpu.setattr(int4_experts, "machine_code", lambda device: "code")
+        moe_experts(x, ids, weights, *experts, shared=shared)
+    (given,) = calls
+    everywhere = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1)
+    dense = [
+        dequantize(*pair, torch.float32)[None] for pair in ((gate_up, gate_up_scale), (down, down_scale))
+    ]
+    expected = plain(x, *everywhere, *dense)
+    assert (given[-2].double() - expected).norm() / expected.norm() < 0.01 and given[-1] == "code"
 
 
 def test_a_chunk_that_cuda_would_multiply_runs_in_torch_on_a_cpu() -> None:

@@ -102,7 +102,7 @@ def experts_of(weight_format: str, size: int, *leading: int) -> tuple[Tensor | N
 
 def experts() -> None:
     decode, prefill, gemv = module("moe_decode"), module("moe_prefill"), module("moe_gemv")
-    for tokens in (65, 256):
+    for tokens in (32, 65, 256):
         prefill.moe_prefill(
             empty(tokens, 4096),
             ints(tokens, 8),

@@ -75,14 +75,19 @@ class RandomExperts:
         x, ids, weights = inputs
         if problem.kernel == "moe_gemv":
             return moe_gemv(x, x, self._norm, _EPS, self._router, self.experts, self.shared)[1]
-        if problem.kernel != "grouped":
-            return moe_experts(x, ids, weights, *self.experts, shared=self.shared)
+        shared = None if problem.kernel == "grouped" else self.shared
         if not use_triton(x):
-            return moe_experts(x, ids, weights, *self.experts)
+            return moe_experts(x, ids, weights, *self.experts, shared=shared)
+        # Not by `moe_experts`, which may choose CUDA C++.
+        from mingc.kernels.triton.moe_decode import moe_decode
         from mingc.kernels.triton.moe_prefill import moe_prefill
 
-        out: Tensor = moe_prefill(x, ids, weights, *self.experts, None, None)
-        return out
+        if problem.kernel == "grouped":
+            chunk: Tensor = moe_prefill(x, ids, weights, *self.experts, None, None)
+            return chunk
+        parts = (None, None, None, None) if shared is None else shared
+        step: Tensor = moe_decode(x, ids, weights, *self.experts, *parts)
+        return step
 
     def read_bytes(self, inputs: Inputs) -> float:
         """Weight bytes of all experts that some token is routed to, and of the shared one."""

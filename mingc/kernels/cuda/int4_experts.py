@@ -1,4 +1,4 @@
-"""GEMMs of `mingc.kernels.moe_experts` with INT4 weights for chunks of up to some hundred tokens.
+"""GEMMs of `mingc.kernels.moe_experts` with INT4 weights for decode steps and chunks of up to some hundred tokens.
 
 Engines call the operator by name, with the machine code as an argument. Importing this module registers it. It needs
 neither Triton nor a compiler.

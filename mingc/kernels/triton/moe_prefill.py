@@ -10,7 +10,7 @@ FP8 weights are multiplied as they are stored, by rows whose numbers are split i
 large. Two FP8 products take the tensor cores as long as one of bfloat16, but no weight is converted, and weights take
 half the shared memory (benchmarks/NOTES-thinker.md).
 
-The GEMMs of INT4 weights may be in CUDA C++ instead (`mingc.kernels.cuda.int4_experts`).
+The GEMMs of INT4 weights may be in CUDA C++ instead (`mingc.kernels.cuda.int4_experts`), also in large decode steps.
 
 Shape letters: T tokens, K experts per token, E experts, D hidden size, F this rank's intermediate size, R = T K pairs.
 """
