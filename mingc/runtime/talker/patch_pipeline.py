@@ -23,7 +23,7 @@ from mingc.runtime.engines.cuda_graphs import AsyncHostCopy, GraphPool, Shapes, 
 Values = Mapping[str, Tensor]
 
 # Larger batches keep a GPU busy; a concurrent decoder would slow them down (benchmarks/NOTES.md).
-_MAX_SPLIT = 1
+_MAX_SPLIT = 2
 
 
 class PatchModel(Protocol):
