@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.fx.experimental import proxy_tensor
 
 from mingc.artifacts.work_folder import work_folder
 from mingc.errors import CompileError
@@ -212,10 +213,10 @@ def start_worker(scratch: str, gpus: SimpleQueue[str] | None = None, num_threads
 
 @contextmanager
 def gives_memory_back() -> Iterator[None]:
-    """Release cached device memory after the block, so that other processes can use it.
+    """Release the memory of what the block traced, and cached device memory, so that other processes can use it.
 
     Garbage collection skips objects that exist before the block: visiting the objects of torch and sympy would take a
-    third of the time of tracing small graphs.
+    third of the time of tracing small graphs. Whatever still holds a module then holds it for good.
     """
     gc.collect()
     gc.freeze()
@@ -225,6 +226,9 @@ def gives_memory_back() -> Iterator[None]:
         _clear_frames(error)
         raise
     finally:
+        # torch keeps the nodes of the last traced graph, and with them its module and weights, until the next trace:
+        # by then they would be among the objects that collection skips.
+        proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT.clear()
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # A workspace that was cut from a freed block of gigabytes keeps the whole block from being released.

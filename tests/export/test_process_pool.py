@@ -18,6 +18,7 @@ import torch
 
 import mingc
 from mingc.errors import CompileError
+from mingc.export.compile.backends.aoti import BACKEND
 from mingc.export.process_pool import (
     gives_memory_back,
     peak_rss_bytes,
@@ -164,6 +165,24 @@ def test_a_task_that_fails_keeps_none_of_its_tensors() -> None:
         check()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert [each() for each in kept] == [None, None]
+
+
+def test_a_task_keeps_none_of_the_weights_that_it_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps the last graph until it traces another one."""
+    monkeypatch.setattr("torch._inductor.codecache.AotCodeCompiler.compile", lambda *_, **__: [])
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    @gives_memory_back()
+    def build() -> None:
+        module = torch.nn.Linear(9, 9).requires_grad_(False)
+        kept.append(weakref.ref(module.weight))
+        program = torch.export.export(module, (torch.zeros(1, 9),))
+        BACKEND.compile(program, tmp_path / "engine.pt2", device="cpu", cache=None, where="toy")
+
+    build()
+    assert [each() for each in kept] == [None]
 
 
 def test_the_peak_is_that_of_the_kernel() -> None:
