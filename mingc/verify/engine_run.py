@@ -61,9 +61,11 @@ def _run_rank(
                     where=f"{engine.name}, {', '.join(each.name for each in weights)}",
                     fix="copy the artifact again, or export again",
                 )
-            return {name: files[path].get_tensor(path).to(place) for name, path in paths.items()}
+            with torch.inference_mode():  # or a view keeps its base, also when it is emptied
+                return {name: files[path].get_tensor(path).to(place) for name, path in paths.items()}
 
-        loaded.bind(read(loaded.constants()))
+        bound = read(loaded.constants())
+        loaded.bind(bound)
         given = read(spec.weights)
     results = []
     for tensors in calls:
@@ -76,6 +78,10 @@ def _run_rank(
             {f"state.{each.name}": value.cpu() for each, value in zip(spec.state, state, strict=True)}
         )
         results.append(made)
+    with torch.inference_mode():
+        for weight in bound.values():
+            # AOTInductor's engines (torch 2.11 to 2.13) never give up their reference to a bound tensor.
+            weight.set_()  # type: ignore[call-overload]
     return results
 
 
