@@ -26,6 +26,7 @@ from fake_thinker import thinker_parameters
 from preprocess_data import audio_parameters, noise_image, png, tokenizer, vision_parameters
 from server_thread import run_server
 
+from mingc.errors import RequestError
 from mingc.host import large_arrays
 from mingc.media.decoder_process import receive_array
 from mingc.media.decoding import InProcessDecoder, run_task
@@ -157,7 +158,8 @@ def test_nothing_that_touches_media_runs_on_the_thread_of_the_event_loop(
     monkeypatch.setattr(routes, "read_body", seen.wrap("event loop", routes.read_body))
     monkeypatch.setattr(gate, "run", seen.wrap("decode the medium", gate.run))
     with run_server(lambda: media_service(gate, encoder)) as url:
-        answer = post(url, body(large_picture(), large_picture()))
+        pictures = body(large_picture(), large_picture())
+        answer = post(url, pictures.replace(b";base64,", b";base64,\\n"))  # not plain
     assert answer.status_code == 200
     (event_loop,) = seen.threads.pop("event loop")
     assert sorted(seen.threads) == [
@@ -267,6 +269,33 @@ def test_what_a_url_or_a_file_gives_is_joined_in_another_thread(
     assert seen.threads["certificates"].isdisjoint(threads)
 
 
+def test_the_first_mebibyte_of_plain_base64_is_decoded_on_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest on threads, so that a request of many media leaves the loop to others."""
+    seen = Recorder()
+    monkeypatch.setattr(media, "decode_base64", seen.wrap("decode base64", media.decode_base64))
+    data = random.Random(4).randbytes(500_000)
+    encoded = base64.b64encode(data)
+
+    async def load(num_media: int, max_media_bytes: int) -> tuple[Message, ...]:
+        source = bodies.LongString(encoded[:8].decode(), memoryview(encoded))
+        part = MediaPart(kind="image", data=source, where="image", is_base64=True)
+        loader = media.MediaLoader(ServeOptions(max_media_bytes=max_media_bytes))
+        return await loader.load([Message(role="user", parts=(part,) * num_media)])
+
+    asyncio.run(load(1, len(data)))
+    assert not seen.threads
+    with pytest.raises(RequestError, match="larger than 499999 bytes"):
+        asyncio.run(load(1, len(data) - 1))
+    seen.threads.clear()
+    (message,) = asyncio.run(load(2, 2 * len(data)))
+    assert [part.data for part in message.parts if isinstance(part, MediaPart)] == [data, data]
+    assert (
+        len(seen.threads["decode base64"]) == 1 and threading.get_ident() not in seen.threads["decode base64"]
+    )
+
+
 class Parts(httpx.AsyncByteStream):
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -278,25 +307,24 @@ class Parts(httpx.AsyncByteStream):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
-    """Bytes of each call that keeps Python's lock while it reads a long string."""
-    found: dict[str, list[int]] = {"base64": [], "pattern": []}
+    """Bytes of each call that keeps Python's lock while it reads a long string, and of `plain` ones, which do not."""
+    found: dict[str, list[int]] = {"base64": [], "pattern": [], "plain": []}
 
     class Pattern:
         def match(self, raw: memoryview, start: int, end: int) -> Any:
             found["pattern"].append(end - start)
             return content.match(raw, start, end)
 
-    class Base64:
-        def decode(self, quoted: bytes) -> bytes:
-            found["base64"].append(len(quoted) - 2)
-            return plain.decode(quoted)
+    def decode_plain(data: memoryview) -> bytes | None:
+        found["plain"].append(len(data))
+        return plain(data)
 
     def decode(piece: bytes, **named: Any) -> bytes:
         found["base64"].append(len(piece))
         return decode_base64(piece, **named)
 
-    content, plain, decode_base64 = bodies._CONTENT, bodies._BASE64, base64.b64decode
-    monkeypatch.setattr(bodies, "_BASE64", Base64())
+    content, plain, decode_base64 = bodies._CONTENT, bodies.decode_plain, base64.b64decode
+    monkeypatch.setattr(bodies, "decode_plain", decode_plain)
     monkeypatch.setattr(bodies, "_CONTENT", Pattern())
     monkeypatch.setattr(base64, "b64decode", decode)
     yield found
@@ -313,7 +341,10 @@ def test_a_medium_is_read_in_short_steps(
     cut = bodies.cut_long_strings(memoryview(b'{"a": "' + encoded + b'", "b": 1}'))
     (value,) = cut.strings
     assert bodies.decode_base64(value.data, is_escaped=True) == data
-    assert len(steps["base64"]) == -(-len(encoded) // STEP_BYTES)
+    if encode is base64.b64encode:
+        assert steps["plain"] == [1 << 20] * 3 + [len(encoded) - (3 << 20)] and not steps["base64"]
+    else:
+        assert len(steps["base64"]) == -(-len(encoded) // STEP_BYTES)
     assert not steps["pattern"], "base64 has no quote, which a search finds many times as fast"
     assert len(cut.join([cut.placeholder(0)])) < 1000
 

@@ -26,7 +26,7 @@ import httpx
 from mingc.errors import RequestError
 from mingc.host import large_arrays
 from mingc.prompts.conversation import MediaPart, Message
-from mingc.server.http.body import LongString, decode_base64
+from mingc.server.http.body import LongString, decode_base64, decode_plain
 from mingc.server.http.field_errors import shorten
 from mingc.server.http.public_addresses import is_public
 from mingc.server.options import ANY_PUBLIC_HOST, ServeOptions
@@ -35,6 +35,7 @@ MAX_REDIRECTS = 3
 _SCHEME = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.\-]*):")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READ_BYTES = 1 << 20
+_INLINE_BYTES = 1 << 20  # of a request's base64 that are decoded faster than they are handed to a thread
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _MAX_PATH = 4096  # bytes; PATH_MAX of Linux
 _MAX_ADDRESSES = 4  # of one host that are tried
@@ -102,10 +103,15 @@ class MediaLoader:
         return data
 
     async def _decode(self, media: MediaPart, source: str, max_bytes: int) -> memoryview:
-        """Decode base64 or a data URL: a long one on a thread."""
-        if isinstance(source, LongString):
-            return await asyncio.to_thread(decode_data, media, source, max_bytes, self._max_bytes)
-        return decode_data(media, source, max_bytes, self._max_bytes)
+        """Decode base64 or a data URL: on a thread if it is long or has more than plain base64."""
+        if not isinstance(source, LongString):
+            return decode_data(media, source, max_bytes, self._max_bytes)
+        encoded = _encoded(media, source, max_bytes, self._max_bytes)
+        if self._max_bytes - max_bytes + len(encoded) <= _INLINE_BYTES:
+            data = decode_plain(encoded)
+            if data is not None and len(data) <= max_bytes:
+                return memoryview(data)
+        return await asyncio.to_thread(decode_data, media, source, max_bytes, self._max_bytes)
 
     def _is_bare_base64(self, source: str) -> bool:
         """Whether a source without a scheme is base64; a path wins if its name exists under the media root."""
@@ -270,6 +276,19 @@ def decode_data(media: MediaPart, source: str, max_bytes: int, limit: int | None
 
     Raises: RequestError.
     """
+    limit = max_bytes if limit is None else limit
+    try:
+        encoded = _encoded(media, source, max_bytes, limit)
+        data = decode_base64(encoded, is_escaped=isinstance(source, LongString))
+    except (binascii.Error, UnicodeEncodeError) as error:
+        _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
+    if len(data) > max_bytes:
+        raise _too_large(media, "The media of this request are", limit)
+    return data
+
+
+def _encoded(media: MediaPart, source: str, max_bytes: int, limit: int) -> memoryview:
+    """The base64 of a source. Raises: RequestError, UnicodeEncodeError."""
     start = 0
     if source[:64].lstrip()[:5].lower() == "data:":
         header, comma, _ = source.partition(",")
@@ -279,19 +298,11 @@ def decode_data(media: MediaPart, source: str, max_bytes: int, limit: int | None
         if isinstance(source, LongString):  # its header may have escaped slashes
             start = bytes(source.data[:1024]).index(b",") + 1
     size = len(source.data if isinstance(source, LongString) else source) - start
-    limit = max_bytes if limit is None else limit
     if size * 3 // 4 > max_bytes + 3:
         raise _too_large(media, "The media of this request are", limit)
-    try:
-        if isinstance(source, LongString):
-            data = decode_base64(source.data[start:], is_escaped=True)
-        else:
-            data = decode_base64(memoryview(source.encode("ascii")[start:]), is_escaped=False)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        _refuse(media, f"The {media.kind} is not valid base64: {error}", "invalid_base64", error)
-    if len(data) > max_bytes:
-        raise _too_large(media, "The media of this request are", limit)
-    return data
+    if isinstance(source, LongString):
+        return source.data[start:]
+    return memoryview(source.encode("ascii")[start:])
 
 
 def _too_large(media: MediaPart, what: str, max_bytes: int) -> RequestError:
