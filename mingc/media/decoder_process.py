@@ -26,6 +26,7 @@ from mingc.artifacts.codec import decode
 from mingc.errors import ConfigError, MingcError, ServeError
 from mingc.host import large_arrays
 from mingc.media.decoding import blocks_of, run_task
+from mingc.media.dsp.log_mel import log_mel
 from mingc.media.libraries import LIBRARIES, load_library
 from mingc.media.limits import MIB
 from mingc.prompts.features import (
@@ -176,7 +177,8 @@ def main() -> None:
         send(sock, _error_head(error))
         return
     Image.init()
-    np.ones((256, 256), np.float32) @ np.ones((256, 256), np.float32)  # OpenBLAS takes its buffer of 32 MiB
+    # Starts its second thread; OpenBLAS takes a buffer of 32 MiB for each.
+    log_mel(np.zeros(1 << 18, np.float32), sample_rate=16000, num_mels=128, fft_size=400, hop_samples=160)
     start = _data_bytes()
     limit = start + config.max_bytes + _MARGIN_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

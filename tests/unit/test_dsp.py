@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import soundfile
 from preprocess_data import CHECKPOINT, config, tensors
 
 from mingc.media.dsp.fbank import kaldi_fbank
-from mingc.media.dsp.log_mel import log_mel, min_samples, slaney_filters
+from mingc.media.dsp.log_mel import _second_thread, log_mel, min_samples, slaney_filters
 from mingc.media.dsp.resample import FrameResampler, resample, resampled_length
 
 MEL = {"sample_rate": 16000, "num_mels": 128, "fft_size": 400, "hop_samples": 160}
@@ -172,6 +173,17 @@ def test_log_mel_needs_half_a_window() -> None:
     np.testing.assert_allclose(features, expected, atol=2e-5)
     with pytest.raises(ValueError, match="too few"):
         log_mel(np.ones(shortest - 1, np.float32), **MEL)
+
+
+def test_log_mel_does_not_wait_for_a_second_thread_that_is_busy() -> None:
+    wave = np.random.default_rng(5).standard_normal(160_000).astype(np.float32)
+    both = log_mel(wave, **MEL)
+    free = threading.Event()
+    busy = _second_thread.submit(free.wait, 60.0)
+    alone = log_mel(wave, **MEL)
+    assert not busy.done()
+    free.set()
+    np.testing.assert_array_equal(alone, both)
 
 
 def test_mel_filters_cover_other_sizes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +15,7 @@ _LOG_STEP = math.log(6.4) / 27.0
 _FLOOR = 1e-10
 _RANGE = 8.0  # log10 units kept below the loudest value of the clip
 _BLOCK_FRAMES = 128  # the spectra of so many frames stay in a processor's cache
+_second_thread = ThreadPoolExecutor(1, thread_name_prefix="mingc-log-mel")
 
 
 def _mel_to_hz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -74,18 +76,27 @@ def log_mel(
     window = _hann(fft_size)
     frames = np.lib.stride_tricks.sliding_window_view(padded, fft_size)[::hop_samples]
 
-    # All blocks use the same memory: new pages would take as long as the computation.
-    windowed = np.empty((_BLOCK_FRAMES, fft_size), np.float32)
-    power, squares = np.empty((2, _BLOCK_FRAMES, fft_size // 2 + 1), np.float32)
     logs = np.empty((num_frames, num_mels), np.float32)
-    for start in range(0, num_frames, _BLOCK_FRAMES):
-        block = logs[start : start + _BLOCK_FRAMES]
-        count = len(block)
-        np.multiply(frames[start : start + count], window, out=windowed[:count])
-        spectrum = np.fft.rfft(windowed[:count], axis=1)
-        np.square(spectrum.real, out=power[:count], casting="same_kind")
-        power[:count] += np.square(spectrum.imag, out=squares[:count], casting="same_kind")
-        np.matmul(power[:count], filters.T, out=block)
+    starts = iter(range(0, num_frames, _BLOCK_FRAMES))
+
+    def compute_blocks() -> None:
+        # All blocks use the same memory: new pages would take as long as the computation.
+        windowed = np.empty((_BLOCK_FRAMES, fft_size), np.float32)
+        power, squares = np.empty((2, _BLOCK_FRAMES, fft_size // 2 + 1), np.float32)
+        for start in starts:
+            block = logs[start : start + _BLOCK_FRAMES]
+            count = len(block)
+            np.multiply(frames[start : start + count], window, out=windowed[:count])
+            spectrum = np.fft.rfft(windowed[:count], axis=1)
+            np.square(spectrum.real, out=power[:count], casting="same_kind")
+            power[:count] += np.square(spectrum.imag, out=squares[:count], casting="same_kind")
+            np.matmul(power[:count], filters.T, out=block)
+
+    # Two threads take block after block; numpy releases Python's lock. A second one that is late has none left to do.
+    second = _second_thread.submit(compute_blocks)
+    compute_blocks()
+    if not second.cancel():
+        second.result()
     # (log10 + 4) / 4. numpy computes ln, but not log10, with vector instructions: 0.1 instead of 0.9 ms for 10 s.
     np.log(np.maximum(logs, np.float32(_FLOOR), out=logs), out=logs)
     logs *= np.float32(0.25 / math.log(10.0))
