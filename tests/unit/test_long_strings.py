@@ -32,6 +32,7 @@ from mingc.server.options import ServeOptions
 def small_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps so small that strings, escapes and base64 groups are split everywhere."""
     monkeypatch.setattr(body, "_SLICE", request.param)
+    monkeypatch.setattr(body, "_FREE_SLICE", 4 * request.param)
     monkeypatch.setattr(body, "_FIRST_SLICE", 3)
     monkeypatch.setattr(body, "LONG_BYTES", 20)
 
