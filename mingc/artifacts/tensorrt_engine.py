@@ -68,7 +68,7 @@ def read_engine(path: Path) -> EngineFile:
     (length,) = _LENGTH.unpack_from(content, len(_MAGIC))
     try:
         header = decode(EngineHeader, json.loads(content[begin : begin + length]))
-    except (ValueError, ManifestError) as error:
+    except (ValueError, RecursionError, ManifestError) as error:
         raise ArtifactError(
             f"the header of the engine is damaged: {type(error).__name__}: {error}", where=str(path), fix=_FIX
         ) from error

@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import importlib.util
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from mingc.artifacts.target import Host
 from mingc.artifacts.tensorrt_engine import EngineFile, EngineHeader, read_engine, write_engine
 from mingc.errors import ArtifactError, CompileError, ConfigError, IncompatibleError, WorkerError
 from mingc.export.checkpoint import Checkpoint
-from mingc.export.compile import tensorrt_program
+from mingc.export.compile import tensorrt_builder, tensorrt_program
 from mingc.export.compile.backends import tensorrt as tensorrt_backend
 from mingc.export.compile.backends.tensorrt import BACKEND
 from mingc.export.compile.onnx_program import to_onnx
@@ -154,7 +155,9 @@ class Stored(nn.Module):
 def test_quantized_weights_are_refused_before_anything_is_built() -> None:
     plan: Any = SimpleNamespace(spec=GraphSpec(name="g", inputs=(), outputs=()))
     module, x = Stored().to("meta"), torch.zeros(2, 4, device="meta")
-    with pytest.raises(CompileError, match=r"stored as torch\.float8_e4m3fn") as refused:
+    with pytest.raises(
+        CompileError, match="float8_e4m3fn, which only engines of AOTInductor read"
+    ) as refused:
         BACKEND.check_graph(
             plan, module, lambda: torch.export.export(module, (x,), strict=False), where="s.g"
         )
@@ -691,7 +694,7 @@ def test_an_engine_of_another_version_gpu_or_library_is_refused(
     monkeypatch.setattr(loader, "import_library", absent)
     with pytest.raises(ArtifactError, match="needs TensorRT for RTX, which cannot be imported") as refused:
         loader.TensorRtEngine(path, CPU)
-    assert refused.value.fix == "pip install 'mingc[tensorrt-runtime]'"
+    assert refused.value.fix == "pip install 'tensorrt-rtx==1.2.3'"
 
 
 def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path) -> None:
@@ -700,6 +703,7 @@ def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path
     for part, message in (
         (content[:-1], r"has \d+ bytes, its header states \d+"),
         (content[:40], "header of the engine is damaged"),
+        (content[:8] + struct.pack("<I", 100_000) + b"[" * 100_000, "header of the engine is damaged"),
         (b"ONNX" + content, "not a TensorRT engine of mingc"),
         (b"", "not a TensorRT engine of mingc"),
     ):
@@ -725,6 +729,7 @@ def test_writes_of_rows_become_writes_of_a_matrix() -> None:
         (x, (None, places[0]), x[:, :3]),
         (x, (slots[:, 0],), x[:2], True),
         (x[0, 0], (slots[:, 0],), x[0, 0]),
+        (x[0], (x[0, :, 0, 0] > 0,), x[0, 0]),
     ):
         assert write_rows(*kept) is NotImplemented
 
@@ -742,6 +747,21 @@ def test_attention_becomes_products_and_a_softmax(words: dict[str, Any], masked:
     torch.testing.assert_close(attend(q, k, v, mask, **words), expected)
 
 
+def test_attention_is_given_to_the_layer_in_the_form_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch also takes a mask that all queries share, or in float32; other attentions keep torch-tensorrt's way."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(tensorrt_builder, "attention", lambda *words: seen.append(words[3]))
+    q = torch.zeros(2, 3, 5, 8, dtype=torch.bfloat16)
+    for dtype in (torch.float32, torch.bool):
+        attend(q, q, q, torch.zeros(2, 1, 1, 5, dtype=dtype))
+    assert [(each.shape, each.dtype) for each in seen] == [
+        ((2, 1, 5, 5), torch.bfloat16),
+        ((2, 1, 5, 5), torch.bool),
+    ]
+    assert attend(q, q, q, enable_gqa=True) is NotImplemented
+    assert attend(q[0], q[0], q[0]) is NotImplemented
+
+
 @pytest.mark.parametrize("sizes", [(0, 0, 1, 2), (2, 1), (0, -1, 3, 0), (-1, 2, 0, 0, 1, -1)], ids=str)
 def test_padding_becomes_a_concatenation(sizes: tuple[int, ...]) -> None:
     x = torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4)
@@ -757,7 +777,8 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         middle = x + self.down(torch.relu(self.up(x)))
-        return middle, self.down(self.up(middle) + self.up(y)) + y * 2 + (x + y)
+        inner = torch.add(self.up(middle), self.up(y), alpha=2)
+        return middle, self.down(inner) + y * 2 + (x + y)
 
 
 def test_a_sum_with_a_linear_layer_is_computed_in_float32() -> None:
@@ -840,6 +861,32 @@ def test_torch_tensorrt_converts_every_graph_for_cards_that_are_not_here(
 class Selecting(nn.Module):
     def forward(self, keep: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(keep, x, -torch.inf), torch.where(keep, y, 0)
+
+
+@needs_compiler
+def test_sums_with_a_linear_layer_are_float32_in_the_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    interpreters: list[Any] = []
+    convert = tensorrt_builder._convert
+
+    def converted(*words: Any) -> Any:
+        interpreters.append(convert(*words))
+        return interpreters[0]
+
+    monkeypatch.setattr(tensorrt_builder, "_convert", converted)
+    module, given = Residual().bfloat16(), tuple(torch.randn(2, 5, 8).bfloat16())
+    with torch.no_grad():
+        program = torch.export.export(module, given, strict=False)
+    BACKEND.compile(program, tmp_path / "x.trt", device="rtx:sm89", cache=None, where="test.graph")
+    trt, network = tensorrt_library.import_library("tensorrt_rtx"), interpreters[0].ctx.net
+    found = []
+    for layer in map(network.get_layer, range(network.num_layers)):
+        if layer.type == trt.LayerType.ELEMENTWISE:
+            layer.__class__ = trt.IElementWiseLayer
+            if layer.op == trt.ElementWiseOperation.SUM:
+                found.append(layer.get_output(0).dtype)
+    assert found.count(trt.DataType.FLOAT) == 3, "the others add biases, or no linear layer's output"
 
 
 @needs_compiler

@@ -220,10 +220,10 @@ def _may_share(before: Any, after: Any) -> bool:
 
 
 def refuse_quantized(module: nn.Module, where: str, fix: str) -> None:
-    """Raises: CompileError when weights of `module` are stored in FP8, which is not supported for ONNX models."""
+    """Raises: CompileError when weights of `module` are stored in FP8, which only engines of AOTInductor read."""
     if any(each.dtype == UNBOUND_DTYPE for each in (*module.parameters(), *module.buffers())):
         raise CompileError(
-            f"weights are stored as {UNBOUND_DTYPE}, which the ONNX models of mingc do not read",
+            f"weights are stored as {UNBOUND_DTYPE}, which only engines of AOTInductor read",
             where=where,
             fix=fix,
         )

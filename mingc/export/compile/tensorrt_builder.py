@@ -148,7 +148,7 @@ def _convert(trt: Any, program: torch.export.ExportedProgram) -> Any:
 
 
 def add_in_float32(program: torch.export.ExportedProgram) -> None:
-    """Compute sums of a linear layer's output and another tensor in float32, where both are of half precision.
+    """Compute sums of a linear layer's output and another tensor in float32, where both are bfloat16.
 
     TensorRT for RTX 1.4 joins such a sum with the product. In the vision encoder the joined kernel writes outside its
     memory on an H200 (benchmarks/NOTES-backends.md); it does not join a sum in float32.
@@ -157,7 +157,7 @@ def add_in_float32(program: torch.export.ExportedProgram) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         given = [each for each in node.args if isinstance(each, torch.fx.Node)]
         dtypes = {each.meta["val"].dtype for each in given}
-        if len(given) < 2 or dtypes not in ({torch.bfloat16}, {torch.float16}):
+        if len(given) < 2 or dtypes != {torch.bfloat16}:
             continue
         if all(each.target is not aten.linear.default for each in given):
             continue

@@ -20,7 +20,6 @@ from mingc.host.machine import gpu
 from mingc.host.tensorrt_library import (
     DISTRIBUTIONS,
     INSTALL,
-    RTX,
     TITLES,
     find_library,
     import_library,
@@ -135,7 +134,7 @@ def _import(header: EngineHeader, path: Path) -> Any:
         raise ArtifactError(
             f"the engine needs {TITLES[header.library]}, which cannot be imported: {error}",
             where=str(path),
-            fix=INSTALL if header.library == RTX else f"pip install {DISTRIBUTIONS[header.library]}",
+            fix=f"pip install '{DISTRIBUTIONS[header.library]}=={header.version}'",
         ) from error
 
 
