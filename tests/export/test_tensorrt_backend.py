@@ -752,11 +752,11 @@ def test_attention_is_given_to_the_layer_in_the_form_that_it_takes(monkeypatch: 
     seen: list[Tensor] = []
     monkeypatch.setattr(tensorrt_builder, "attention", lambda *words: seen.append(words[3]))
     q = torch.zeros(2, 3, 5, 8, dtype=torch.bfloat16)
-    for dtype in (torch.float32, torch.bool):
-        attend(q, q, q, torch.zeros(2, 1, 1, 5, dtype=dtype))
+    for mask in (torch.zeros(2, 1, 1, 5), torch.zeros(1, 5, dtype=torch.bool)):
+        attend(q, q, q, mask)
     assert [(each.shape, each.dtype) for each in seen] == [
         ((2, 1, 5, 5), torch.bfloat16),
-        ((2, 1, 5, 5), torch.bool),
+        ((1, 1, 5, 5), torch.bool),
     ]
     assert attend(q, q, q, enable_gqa=True) is NotImplemented
     assert attend(q[0], q[0], q[0]) is NotImplemented

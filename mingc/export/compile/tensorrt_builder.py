@@ -208,7 +208,8 @@ def attend(
         return NotImplemented  # type: ignore[no-any-return]
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
-        mask = mask.expand(*mask.shape[:-2], q.shape[-2], mask.shape[-1])
+        leading = (1,) * (4 - mask.dim())  # TensorRT takes no mask of fewer dims
+        mask = mask.expand(*leading, *mask.shape[:-2], q.shape[-2], mask.shape[-1])
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     made: Tensor = attention(q, k, v, mask, is_causal)
     return made
