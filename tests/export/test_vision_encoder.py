@@ -261,8 +261,10 @@ def test_static_buckets_reach_the_largest_image_where_no_mask_is_needed(config: 
     assert (dim.buckets[0], dim.buckets[-1], dim.maximum) == (64, 16384, 16384)
     assert [tensor.dtype for tensor in plan.spec.inputs] == ["bfloat16", "int64", "float32", "int64", "int32"]
     assert STAGE.parameters(config, options).max_patches == 65536
-    for each in (StageOptions(), StageOptions(static_buckets=True)):  # a CPU, RTX cards
+    for each, smallest in ((StageOptions(), 1), (StageOptions(static_buckets=True), 64)):  # a CPU, RTX cards
         assert STAGE.parameters(config, each).max_patches == 16384
+        (plan,) = STAGE.graphs(config, Shard(), each)
+        assert plan.spec.dim("M").buckets[0] == smallest
 
 
 @pytest.mark.parametrize(
