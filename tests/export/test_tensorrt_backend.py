@@ -702,6 +702,9 @@ def test_a_damaged_file_is_refused(sliding: tuple[Sliding, Path], tmp_path: Path
     broken = tmp_path / "broken.trt"
     for part, message in (
         (content[:-1], r"has \d+ bytes, its header states \d+"),
+        (content + b"x", r"has \d+ bytes, its header states \d+"),
+        (content[:9], "not a TensorRT engine of mingc"),
+        (content.replace(b'"version"', b'"another"', 1), "header of the engine is damaged"),
         (content[:40], "header of the engine is damaged"),
         (content[:8] + struct.pack("<I", 100_000) + b"[" * 100_000, "header of the engine is damaged"),
         (b"ONNX" + content, "not a TensorRT engine of mingc"),
