@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,23 @@ def test_log_mel_does_not_wait_for_a_second_thread_that_is_busy() -> None:
     assert not busy.done()
     free.set()
     np.testing.assert_array_equal(alone, both)
+
+
+def test_an_error_of_the_second_thread_of_log_mel_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the features of its blocks would be what the memory held before."""
+    has_failed = threading.Event()
+    rfft = np.fft.rfft
+
+    def fails_in_the_second(*given: Any, **named: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            has_failed.set()
+            raise MemoryError("of the second thread")
+        assert has_failed.wait(60.0)
+        return rfft(*given, **named)
+
+    monkeypatch.setattr(np.fft, "rfft", fails_in_the_second)
+    with pytest.raises(MemoryError, match="of the second thread"):
+        log_mel(np.zeros(160_000, np.float32), **MEL)
 
 
 def test_mel_filters_cover_other_sizes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import random
 import tracemalloc
@@ -102,11 +103,12 @@ def test_base64_is_decoded_as_by_the_standard_library() -> None:
             decode_base64(memoryview(bad), is_escaped=True)
     with pytest.raises(binascii.Error):
         decode_base64(memoryview(b"QUJD\\nQUJD"), is_escaped=False)
-    # Padding at the end of a step; then more base64, at once and behind steps of white space alone.
-    for gap in (b"", b" " * 200):
+    # Padding at the end of a step of either size; then more base64, at once and behind steps of white space alone.
+    for size, gap in itertools.product((64, 256), (b"", b" " * 200)):
+        padded = b"A" * (size - 2) + b"==" + gap
         with pytest.raises(binascii.Error):
-            decode_base64(memoryview(b"A" * 62 + b"==" + gap + b"QUJD"), is_escaped=True)
-        assert decode_base64(memoryview(b"A" * 62 + b"==" + gap), is_escaped=True) == bytes(46)
+            decode_base64(memoryview(padded + b"QUJD"), is_escaped=True)
+        assert decode_base64(memoryview(padded), is_escaped=True) == bytes(size // 4 * 3 - 2)
 
 
 def chat(content: Any, **fields: Any) -> bytes:
