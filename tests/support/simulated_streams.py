@@ -92,6 +92,7 @@ class Device:
         class Graph:
             def __init__(self, run: Callable[[], tuple[Tensor, ...]], outputs: tuple[Tensor, ...]) -> None:
                 self._run, self._outputs = run, outputs
+                self.overwritten: list[Tensor] = []
 
             def replay(self) -> None:
                 device.launch(self._replay)
@@ -99,19 +100,26 @@ class Device:
             def _replay(self) -> None:
                 with device._inside_a_graph():
                     made = self._run()
+                for each in self.overwritten:
+                    each.fill_(-1)
                 for output, value in zip(self._outputs, made, strict=True):
                     output.copy_(value)
 
         class GraphPool:
+            """The outputs of a graph lie where all graphs captured before it keep intermediates."""
+
             def __init__(self, _: torch.device) -> None:
-                pass
+                self._graphs: list[Graph] = []
 
             def capture(
                 self, run: Callable[[], tuple[Tensor, ...]], _: str
             ) -> tuple[Graph, tuple[Tensor, ...]]:
                 with device._inside_a_graph():
                     outputs = tuple(value.clone() for value in run())
-                return Graph(run, outputs), outputs
+                for each in self._graphs:
+                    each.overwritten.extend(outputs)
+                self._graphs.append(Graph(run, outputs))
+                return self._graphs[-1], outputs
 
         class StagingBuffer:
             def __init__(self, shapes: Shapes, _: torch.device) -> None:
