@@ -249,9 +249,13 @@ def test_random_experts_run_in_the_layer(quantization: str | None) -> None:
 
 def test_random_experts_are_timed_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if on a GPU where the layer runs in CUDA C++ for 64 and for 80 tokens."""
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int, int]] = []
     for name in ("moe_decode", "moe_prefill"):
-        recorder = SimpleNamespace(**{name: lambda *given, name=name: calls.append((name, len(given)))})
+
+        def record(*given: object, name: str = name) -> None:
+            calls.append((name, len(given), given.count(None)))
+
+        recorder = SimpleNamespace(**{name: record})
         monkeypatch.setitem(sys.modules, f"mingc.kernels.triton.{name}", recorder)
     dims = replace(
         DIMS, hidden_size=512, intermediate_size=512, shared_intermediate_size=512, num_experts=16, top_k=4
@@ -263,7 +267,8 @@ def test_random_experts_are_timed_in_triton(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch, "_has_kernels", lambda index, family: True)
     for problem, given in zip(problems, inputs, strict=True):
         experts.run(problem, given)
-    assert calls == [("moe_decode", 11), ("moe_decode", 11), ("moe_prefill", 9)]
+    # A step with the shared expert's four tensors, a chunk without its output and without machine code.
+    assert calls == [("moe_decode", 11, 0), ("moe_decode", 11, 0), ("moe_prefill", 9, 2)]
 
 
 def _recipe(**changes: object) -> ExportRecipe:

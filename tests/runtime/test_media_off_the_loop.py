@@ -296,6 +296,29 @@ def test_the_first_mebibyte_of_plain_base64_is_decoded_on_the_event_loop(
     )
 
 
+@pytest.mark.parametrize("line_end", [b"", b"\\n"], ids=["plain", "in lines"])
+def test_long_media_share_the_limit_of_their_request(line_end: bytes) -> None:
+    data = random.Random(5).randbytes(60_000)
+    encoded = base64.b64encode(data) + line_end
+    source = bodies.LongString(encoded[:8].decode(), memoryview(encoded))
+    message = Message(
+        role="user",
+        parts=tuple(MediaPart(kind="image", data=source, where=where, is_base64=True) for where in "abc"),
+    )
+
+    def load(max_media_bytes: int) -> tuple[Message, ...]:
+        return asyncio.run(media.MediaLoader(ServeOptions(max_media_bytes=max_media_bytes)).load([message]))
+
+    (loaded,) = load(3 * len(data))
+    assert [part.data for part in loaded.parts if isinstance(part, MediaPart)] == [data] * 3
+    for limit, where in ((3 * len(data) - 1, "c"), (2 * len(data) - 10_000, "b")):
+        with pytest.raises(
+            RequestError, match=f"The media of this request are larger than {limit} bytes"
+        ) as refusal:
+            load(limit)
+        assert refusal.value.param == where
+
+
 class Parts(httpx.AsyncByteStream):
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
