@@ -42,6 +42,10 @@ _NEEDED_FOR = {  # by extra; "" is what every command needs
     "tensorrt-runtime": "engines of TensorRT",
 }
 _SAME_PACKAGE = {"onnxruntime": "onnxruntime-gpu"}  # both install the module `onnxruntime`
+_EXCLUDES = {  # both install the module `torch_tensorrt`, each for another library
+    "torch-tensorrt": "torch-tensorrt-rtx",
+    "torch-tensorrt-rtx": "torch-tensorrt",
+}
 _SEVERAL_RANKS = "serve --tp 2 and more"
 _LEAST_FREE_BYTES = 10**9
 
@@ -158,6 +162,9 @@ def _package(requirement: Requirement, extra: str) -> Check:
     else:
         version = installed_version(name) or installed_version(_SAME_PACKAGE.get(name, name))
     if version is None:
+        other = _EXCLUDES.get(name, "")
+        if other and installed_version(other):
+            fix = f"pip uninstall {other}; {fix}"
         return _check(name, _NEEDED_FOR[extra], "", fix, "missing")
     if needed.contains(version, prereleases=True):
         return _check(name, _NEEDED_FOR[extra], version)

@@ -145,6 +145,16 @@ def test_onnx_runtime_for_gpus_is_an_onnx_runtime(machine: pytest.MonkeyPatch) -
     assert check_named(examine(), "onnxruntime").state == "ok"
 
 
+def test_one_torch_tensorrt_is_not_installed_over_the_other(machine: pytest.MonkeyPatch) -> None:
+    """They have the same files, each for another library."""
+    set_version("torch-tensorrt", None)
+    found = check_named(examine(), "torch-tensorrt")
+    assert found.fix == "pip uninstall torch-tensorrt-rtx; pip install 'mingc[tensorrt-classic]'"
+    set_version("torch-tensorrt-rtx", None)
+    fixes = [check_named(examine(), name).fix for name in ("torch-tensorrt", "torch-tensorrt-rtx")]
+    assert fixes == ["pip install 'mingc[tensorrt-classic]'", "pip install 'mingc[tensorrt]'"]
+
+
 @pytest.mark.parametrize(("version", "state"), [("3.10.14", "problem"), ("3.11.0", "ok"), ("3.13.1", "ok")])
 def test_python_must_be_a_supported_release(version: str, state: str, machine: pytest.MonkeyPatch) -> None:
     machine.setattr("platform.python_version", lambda: version)
