@@ -197,7 +197,8 @@ def test_no_sample_is_lost_and_none_is_added(num_samples: int, source: int, rate
     audio = spec("pcm16", rate, source=source, speed=speed)
     stretched = math.floor(num_samples / speed + 0.5)
     data = b"".join(stream(pieces_of(sound, 7001), audio))
-    assert len(data) == 2 * math.floor(stretched * rate / source + 0.5)
+    # Rounded; of two that are as near, soxr gives either.
+    assert abs(len(data) * source - 2 * stretched * rate) <= source
 
 
 @pytest.mark.parametrize("rate", [8000, 24000, 48000])
