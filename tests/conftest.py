@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from eager_export import export_eager, joined
 from hypothesis import settings
 from image_checkpoint import lay_image_checkpoint
+from restored_logging import restored_logging
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(240, func_only=True))
         elif item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _logging_of_a_module_ends_with_it() -> Iterator[None]:
+    """Or a server's limit on repeated lines changes what later modules see of their logs."""
+    with restored_logging():
+        yield
 
 
 @pytest.fixture(scope="session")
