@@ -43,10 +43,10 @@ _VIDEO_TOTAL_PIXELS = 96 * 128 * 32 * 32
 _VIDEO_FPS = 2.0
 _VIDEO_MAX_FRAMES = 170
 
-# Maximum merged tokens per call. 16384 are the largest legal image; the CPU's dense attention mask grows with the
-# square of the patches, to 1 GiB in float32 at 4096 tokens.
-_MAX_TOKENS_DYNAMIC = 4096
-_MAX_TOKENS_STATIC = 16384
+# Maximum merged tokens per call. 16384 are the largest legal image. Except on CUDA attention has a dense mask, which
+# grows with the square of the patches, to 1 GiB in float32 at 4096 tokens.
+_MAX_TOKENS = 16384
+_MAX_TOKENS_WITH_MASK = 4096
 _MIN_STATIC_BUCKET = 64  # below, launches and weight reads dominate, so padding costs nothing
 
 _ACTIVATIONS = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}  # config spelling → `approximate` of F.gelu
@@ -376,7 +376,6 @@ def _inverse_frequency(count: int) -> Tensor:
 
 def _token_dim(options: StageOptions) -> Dim:
     """Dim M with doubling buckets."""
-    is_sparse = options.static_buckets and options.device == "cuda"
-    largest = _MAX_TOKENS_STATIC if is_sparse else _MAX_TOKENS_DYNAMIC
+    largest = _MAX_TOKENS if options.device == "cuda" else _MAX_TOKENS_WITH_MASK
     smallest = _MIN_STATIC_BUCKET if options.static_buckets else 1
     return Dim(name="M", minimum=1, maximum=largest, buckets=doubling_buckets(smallest, largest))
