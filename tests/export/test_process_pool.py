@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 import mingc
+from mingc.artifacts.manifest import EngineRecord
 from mingc.errors import CompileError
 from mingc.export.compile.backends.aoti import BACKEND
 from mingc.export.process_pool import (
@@ -27,7 +29,11 @@ from mingc.export.process_pool import (
     submit,
     worker_pool,
 )
+from mingc.export.recipe import ExportRecipe
+from mingc.export.tasks import compile_engine, graph_task
+from mingc.export.tasks.graph_task import GraphTask, OpenGraph
 
+_TINY = Path(__file__).parents[1] / "data" / "tiny-ming"
 _END_S = 100
 # A worker that holds a lock compiles for ten minutes when the export fails.
 _EXPORT = """
@@ -183,6 +189,29 @@ def test_a_task_keeps_none_of_the_weights_that_it_traced(
 
     build()
     assert [each() for each in kept] == [None]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_compile_frees_weights_that_something_still_holds(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where torch keeps weights of compiled graphs."""
+    module = torch.nn.BatchNorm1d(9)  # with parameters and buffers
+    held: list[torch.Tensor] = []
+
+    def compile_(task: GraphTask, opened: OpenGraph, _: object) -> EngineRecord:
+        held.extend(each.detach() for each in opened.module.state_dict().values())
+        if fails:
+            raise CompileError("CUDA out of memory", where=task.name)
+        return EngineRecord(backend="aoti", file="", dims=None, compile_seconds=0.0)
+
+    monkeypatch.setattr(graph_task, "load_shard", lambda *_: module)
+    monkeypatch.setattr(compile_engine, "compile_engine", compile_)
+    recipe = ExportRecipe(checkpoint=_TINY, output=tmp_path, target="cpu", dtype="float32")
+    task = GraphTask(recipe=recipe, stage="cfm", graph="speaker", folder=tmp_path, weights=("w",))
+    with pytest.raises(CompileError) if fails else nullcontext():
+        compile_engine.build_engine(task, None)
+    assert [each.untyped_storage().nbytes() for each in held] == [0] * 5
 
 
 def test_the_peak_is_that_of_the_kernel() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+
+from torch import nn
 
 from mingc.artifacts.artifact import writing
 from mingc.artifacts.manifest import EngineRecord
@@ -36,8 +39,11 @@ def build_engine(task: GraphTask, static_shapes: dict[str, int] | None) -> Built
     if opened.plan.routing is not None and static_shapes is not None:
         (tokens,) = static_shapes.values()
         table = tuned_table(task.kernel_configs, tokens)
-    with use_tuned_configs(table):
-        record = compile_engine(task, opened, static_shapes)
+    try:
+        with use_tuned_configs(table):
+            record = compile_engine(task, opened, static_shapes)
+    finally:
+        _free_weights(opened.module)
     return BuiltEngine(record=record, peak_rss_bytes=peak_rss_bytes())
 
 
@@ -60,6 +66,14 @@ def compile_engine(task: GraphTask, opened: OpenGraph, static_shapes: dict[str, 
         compile_seconds=round(seconds, 1),
         cost=count_cost(program, plan.spec, static_shapes, plan.typical_dims),
     )
+
+
+def _free_weights(module: nn.Module) -> None:
+    """Free the memory of the module's weights: after a compile for a GPU, torch 2.11 keeps references to them."""
+    for weight in chain(module.parameters(), module.buffers()):
+        storage = weight.untyped_storage()
+        if storage.resizable():  # unlike a mapped file
+            storage.resize_(0)
 
 
 def _suffix(task: GraphTask, backend: Backend) -> str:
