@@ -249,7 +249,7 @@ def _with_table(page: str, name: str, rows: list[str], text: str = "") -> str:
 # One text replica each: name and result file.
 _THINKERS = {
     "thinker, FP8": "thinker-fp8-h200-2026-11-27.json",
-    "thinker, INT4 experts": "thinker-int4-h200-2026-11-21.json",
+    "thinker, INT4 experts": "thinker-int4-h200-2026-11-28.json",
     "thinker, bfloat16, two GPUs": "thinker-tp2-h200x2-2026-11-21.json",
     "thinker, bfloat16, four GPUs": "thinker-tp4-h200x4-2026-11-21-gemv.json",
 }
