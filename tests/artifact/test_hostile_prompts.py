@@ -15,7 +15,6 @@ import openai_checks as checks
 import pytest
 from mixed_requests import picture
 from preprocess_data import config, talker_tokenizer, tokenizer
-from restored_logging import restored_logging
 from server_thread import run_server
 
 from mingc.media.decoder_pool import DecoderPool
@@ -79,7 +78,7 @@ def served(eager_artifact: Path) -> Iterator[Served]:
 
         return record
 
-    with pytest.MonkeyPatch.context() as patch, restored_logging():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChatProcessor, "prepare", recorded(ChatProcessor.prepare, served.chats))
         patch.setattr(SpeechPromptBuilder, "build", recorded(SpeechPromptBuilder.build, served.speeches))
         configure_logging("info", "text", served.log)
