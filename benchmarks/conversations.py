@@ -56,6 +56,20 @@ _BEFORE_S = 3.0  # for which they stream before others come
 _LATE_PATCHES = "mingc_speech_underruns_total"
 _COUNTERS = (_LATE_PATCHES, "mingc_prefix_cache_hit_tokens_total", "mingc_encoder_cache_hits_total")
 _PROSE_SERVER = Path(__file__).with_name("prose_server.py")
+_NO_OVERLAP = "--no-two-batch-overlap"
+_CASES = (
+    "spoken, unpaced",
+    "text",
+    "image",
+    "speech, unpaced",
+    "long prompt",
+    "speech",
+    "spoken",
+    "listeners",
+    "speakers beside streams",
+    "realtime",
+    "listeners beside streams",
+)
 
 
 class Writer:
@@ -128,7 +142,7 @@ class Measurement:
         self._clients.close()
 
     def run(self) -> None:
-        """All cases, those first that take little time."""
+        """The cases that are wanted, those first that take little time."""
         given, most = self._given, 0
         unpaced: tuple[tuple[str, str, dict[str, Any]], ...] = (
             ("spoken, unpaced", "spoken", {"audio": {"max_steps": given.segment_patches, **_UNPACED}}),
@@ -185,7 +199,7 @@ class Measurement:
         """Clients that send one request after the other. A round that does not count goes before, but takes too long
         where speech is paced.
         """
-        if self._is_over(name):
+        if self._skips(name):
             return
         given, warm = self._given, 0 if paced_rounds else count
         rounds = given.single_rounds if count == 1 else given.rounds
@@ -201,7 +215,7 @@ class Measurement:
         """Crowds until one hears no late chunk. Returns how many it had; 0: none."""
         crowd_s = _SPREAD_S + self._given.listener_seconds + 2.0
         for count in counts:
-            if self._is_over(name, least_s=crowd_s):
+            if self._skips(name, least_s=crowd_s):
                 break
             with self._streams(name, crowd_s) if "streams" in name else nullcontext(_nothing) as end:
                 if self._crowd(name, count):
@@ -254,7 +268,7 @@ class Measurement:
     def _speakers(self) -> None:
         """Streams of text, alone and beside speakers."""
         name = "speakers beside streams"
-        if self._is_over(name):
+        if self._skips(name):
             return
         with self._streams("no speakers", 4.0):
             pass
@@ -300,7 +314,10 @@ class Measurement:
         changes = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
         return msgspec.structs.replace(run, counters=changes)
 
-    def _is_over(self, name: str, least_s: float = 5.0) -> bool:
+    def _skips(self, name: str, least_s: float = 5.0) -> bool:
+        """Whether a case is not wanted, or no time is left for it, which is noted."""
+        if name not in self._given.cases:
+            return True
         is_over = time.perf_counter() + least_s > self._end
         if is_over:
             self._note({"case": name, "is_run": False})
@@ -344,6 +361,7 @@ def _nothing() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=_CASES, default=_CASES, help="only these")
     parser.add_argument("--concurrency", type=wholes(1, 256), default="16,1,32")
     parser.add_argument("--single-rounds", type=whole(1), default=20, help="requests at concurrency 1")
     parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client at others")
@@ -373,6 +391,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--speakers", type=whole(1, 256), default=16, help="speakers beside 16 streams")
     parser.add_argument("--sessions", type=wholes(1, 64), default="1,16", help="realtime sessions")
     parser.add_argument("--serve", default=_CROWD, help="further words of `mingc serve`")
+    parser.add_argument(
+        _NO_OVERLAP,
+        action="store_true",
+        help="run the chunks of a prompt one after the other on several ranks",
+    )
     parser.add_argument("--limit", type=seconds, default=600.0, help="seconds after which no case is begun")
     parser.add_argument("--client-processes", type=whole(1, 64), default=16)
     parser.add_argument("--log", type=Path, default=Path("server.log"), help="log of the server")
@@ -387,7 +410,8 @@ def main() -> None:
     given, began = harness.parse_args(make_parser()), time.perf_counter()
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
     clients = Clients(given.client_processes)  # they import while the server starts
-    with serve(given.artifact, given.serve, given.log, [sys.executable, str(_PROSE_SERVER)]) as served:
+    command = [sys.executable, str(_PROSE_SERVER)] + [_NO_OVERLAP] * given.no_two_batch_overlap
+    with serve(given.artifact, given.serve, given.log, command) as served:
         about = {"serve": given.serve, "start_s": served.start_s, "weights_bytes": weights}
         about["health"] = httpx.get(f"{served.url}/health").json()
         print(json.dumps(about), flush=True)

@@ -4,19 +4,24 @@ With random weights the thinker writes random tokens, whose clauses end at rando
 when speech begins. This server computes, samples and counts the same random tokens; only their texts are replaced
 before they are sent and spoken. Answers are replayed in turns, each from its beginning again when it ends.
 
-    python benchmarks/prose_server.py serve ARTIFACT …
+    python benchmarks/prose_server.py [--no-two-batch-overlap] serve ARTIFACT …
+
+With `--no-two-batch-overlap` several ranks run the chunks of a prompt one after the other, for comparison.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mingc.cli import main
+from mingc.commands import serve
 from mingc.console.child_main import exit_with_parent
 from mingc.runtime.service import omni
+from mingc.runtime.thinker.step_options import StepOptions
 
 # About as a tokenizer of both languages cuts: words with the space before them, long ones in parts; one or two
 # ideographs; marks alone.
@@ -48,5 +53,8 @@ class ProseDetokenizer:
 
 if __name__ == "__main__":
     omni.Detokenizer = ProseDetokenizer  # type: ignore[misc, assignment]
+    if sys.argv[1] == "--no-two-batch-overlap":
+        serve._DEFAULTS["steps"] = StepOptions(two_batch_overlap=False)  # type: ignore[assignment]
+        del sys.argv[1]
     exit_with_parent()
     main()

@@ -23,6 +23,7 @@ THINKER, ENGINES, CONVERSATIONS = "thinker.py", "backend_engines.py", "conversat
             "argument --step-timeout: nan is not a finite number above 0",
         ),
         ([CONVERSATIONS, "x", "--listeners", "850,0"], "argument --listeners: 0 is not from 1 to 1000"),
+        ([CONVERSATIONS, "x", "--cases", "clip"], "argument --cases: invalid choice: 'clip'"),
         (["start.py", "x", "y", "--repeats", "0"], "argument --repeats: 0 is not at least 1"),
         ([TILES, "--tokens", "16,0"], "argument --tokens: 0 is not at least 1"),
         ([TILES, "--ranks", "9"], "argument --ranks: 9 is not from 1 to 8"),

@@ -1,12 +1,19 @@
-"""What `benchmarks/conversations.py` sends: new items, prompts of the right length, a segment for each sentence."""
+"""What `benchmarks/conversations.py` sends: new items, prompts of the right length, a segment for each sentence; and
+which cases it runs.
+"""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
-from conversations import Writer
+import httpx
+import pytest
+from conversations import Measurement, Writer, make_parser
 from tokenizers import Tokenizer
 
+from mingc.bench.load import Clients
 from mingc.export.assets.byte_tokenizer import byte_tokenizer
 from mingc.text.spoken import spoken_pieces
 
@@ -36,3 +43,21 @@ def test_each_sentence_of_a_listener_is_a_segment() -> None:
     writer = Writer(words=40, clip_s=1.0, listener_s=60.0)
     for item in writer.listeners(50):
         assert len([*spoken_pieces(item.text, _SEGMENT, "natural")]) == writer.sentences == 4
+
+
+@pytest.mark.parametrize(
+    "wanted", [["text"], ["speech", "long prompt"], ["realtime", "listeners", "speakers beside streams"]]
+)
+def test_only_the_cases_that_are_wanted_are_run(wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is left, so cases that would run are noted instead."""
+    models = SimpleNamespace(json=lambda: {"data": [{"id": "tiny"}]})
+    monkeypatch.setattr(httpx, "get", lambda *_: models)
+    rows = list[dict[str, Any]]()
+    given = make_parser().parse_args(["x", "--cases", *wanted, "--concurrency", "1,2", "--long-rounds", "1"])
+    clients = Clients(1)
+    try:
+        Measurement("http://127.0.0.1:9", clients, given, rows.extend, end=0.0).run()
+    finally:
+        clients.close()
+    assert {row["case"] for row in rows} == {*wanted}
+    assert not any(row["is_run"] for row in rows)
