@@ -2,7 +2,7 @@
 
 Serves an artifact of several ranks, opens streams, sends SIGKILL (or SIGSTOP with --hang) to the last rank, and notes
 when each client gets its error event, when and how the server ends, how much memory its GPUs still hold, and that a new
-server answers. For a CPU artifact no memory is reported.
+server answers. For a CPU artifact no memory is reported. With --spoken the answers are spoken (`prose_server.py`).
 
     python benchmarks/rank_failure.py artifacts/tp2 --json benchmarks/results/rank-failure-h200-….json
 """
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ _WARM_LINES = 5  # lines of a stream, after which it counts as running
 _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
+_SPEECH = {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
+_PROSE_SERVER = (sys.executable, str(Path(__file__).with_name("prose_server.py")))
 _OPTIONS = ("--port", "0", "--drain-seconds", "0", "--no-check-hashes")
 _RANK = "mingc.runtime.thinker.ranks.rank_process"
 
@@ -54,9 +56,10 @@ class Served:
 
 @dataclass(kw_only=True)
 class Stream:
-    """Answer of a client: number of lines so far, the last one, and when it ended."""
+    """Answer of a client: number of lines so far, the last one, when it ended, and whether speech was among them."""
 
     lines: int = 0
+    has_speech: bool = False
     last: str = ""
     ended_at: float = 0.0
 
@@ -66,10 +69,13 @@ class Stream:
 
 
 @contextmanager
-def serving(artifact: Path, options: list[str], log: Path) -> Iterator[Served]:
+def serving(artifact: Path, options: list[str], log: Path, command: Sequence[str] = ()) -> Iterator[Served]:
     started = time.perf_counter()
     words = [str(artifact), *_OPTIONS, *options]
-    with log.open("ab") as errors, serve_child(words, stop_s=_END_S, log=errors) as (child, stdout):
+    with (
+        log.open("ab") as errors,
+        serve_child(words, stop_s=_END_S, log=errors, command=command) as (child, stdout),
+    ):
         if not (url := stdout.readline().decode().strip()):
             raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")
         took = time.perf_counter() - started
@@ -96,6 +102,7 @@ async def listen(client: httpx.AsyncClient, body: dict[str, Any], stream: Stream
         async for line in response.aiter_lines():
             if line:
                 stream.last, stream.lines = line, stream.lines + 1
+                stream.has_speech |= '"audio":{' in line
     stream.ended_at = time.perf_counter()
 
 
@@ -111,20 +118,20 @@ def body_of(index: int, tokens: int, *, streamed: bool = True) -> dict[str, Any]
 
 
 async def fail(
-    served: Served, clients: int, tokens: int, number: signal.Signals
+    served: Served, clients: int, tokens: int, number: signal.Signals, more: dict[str, Any]
 ) -> tuple[list[Stream], float]:
-    """The streams, all ended, and when the signal was sent: while all of them ran."""
+    """The streams, all ended, and when the signal was sent: while all of them ran. `more`: fields of their requests."""
     streams = [Stream() for _ in range(clients)]
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(
         base_url=served.url, timeout=_END_S, limits=limits, trust_env=False
     ) as client:
         reading = [
-            asyncio.create_task(listen(client, body_of(index, tokens), stream))
+            asyncio.create_task(listen(client, body_of(index, tokens) | more, stream))
             for index, stream in enumerate(streams)
         ]
         deadline = time.monotonic() + _END_S
-        while not all(stream.lines >= _WARM_LINES for stream in streams):
+        while not all(stream.lines >= _WARM_LINES and (stream.has_speech or not more) for stream in streams):
             if time.monotonic() > deadline or any(task.done() for task in reading):
                 seen = [(stream.lines, stream.last[:80]) for stream in streams]
                 for task in reading:
@@ -177,11 +184,12 @@ def measure(
     """Figures, and faults."""
     number = signal.SIGSTOP if arguments.hang else signal.SIGKILL
     before = memory_mib()
-    with serving(arguments.artifact, options, log) as served:
+    command, more = (_PROSE_SERVER, _SPEECH) if arguments.spoken else ((), {})
+    with serving(arguments.artifact, options, log, command) as served:
         if not served.ranks:
             raise SystemExit(f"{arguments.artifact} is of one rank: there is none to lose")
         during = memory_mib()
-        streams, sent_at = asyncio.run(fail(served, arguments.clients, arguments.tokens, number))
+        streams, sent_at = asyncio.run(fail(served, arguments.clients, arguments.tokens, number, more))
         code = served.process.wait(_END_S)
         exit_s = time.perf_counter() - sent_at
         was_open = is_open(served.url)
@@ -222,6 +230,7 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--clients", type=whole(1, _MOST_CLIENTS), default=8)
     parser.add_argument("--tokens", type=whole(_LEAST_TOKENS), default=1900, help="longest answer")
+    parser.add_argument("--spoken", action="store_true", help="let the answers be spoken")
     parser.add_argument("--hang", action="store_true", help="stop the rank instead of killing it")
     parser.add_argument("--no-restart", action="store_true", help="leave the second server out")
     parser.add_argument("--step-timeout", type=seconds, default=60.0, help="what the server gets")
