@@ -212,7 +212,8 @@ def measure(
     same = {"ranks": len(served.ranks) + 1, "clients": arguments.clients, "signal": number.name}
     figures: list[dict[str, Any]] = [
         {"name": "error_event_s", **same, "median": round(statistics.median(error_s), 3),
-         "max": round(max(error_s), 3), "n": len(error_s), "unit": "s"},
+         "max": round(max(error_s), 3), "n": len(error_s), "unit": "s",
+         "samples": [round(each, 3) for each in error_s], "last_lines": sorted({each.last for each in streams})},
         {"name": "exit_s", **same, "median": round(exit_s, 3), "n": 1, "exit_code": code, "unit": "s"},
     ]  # fmt: skip
     for name, passed in zip(("restart_s", "stop_s"), again or (), strict=False):
