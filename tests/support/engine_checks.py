@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from zipfile import is_zipfile
@@ -26,6 +27,9 @@ from mingc.runtime.engines.backends import load_engine
 from mingc.runtime.engines.base import Engine
 
 CPU = torch.device("cpu")
+needs_torch_tensorrt = pytest.mark.skipif(
+    importlib.util.find_spec("torch_tensorrt") is None, reason="torch-tensorrt is not installed"
+)
 
 
 def compiled_file(artifact: Path, stage: str, graph: str) -> Path:
