@@ -18,7 +18,6 @@ import random
 import re
 import signal
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import httpx
 import msgspec
 import numpy as np
 from arguments import seconds, whole, wholes
-from served import serve
+from served import PROSE_SERVER, serve
 
 from mingc.bench.clients import Target, Wishes, alternatives, merged
 from mingc.bench.figures import STREAMED_SPEECH, measures, playback
@@ -55,7 +54,6 @@ _STREAMS, _STREAM_TOKENS = 16, 400
 _BEFORE_S = 3.0  # for which they stream before others come
 _LATE_PATCHES = "mingc_speech_underruns_total"
 _COUNTERS = (_LATE_PATCHES, "mingc_prefix_cache_hit_tokens_total", "mingc_encoder_cache_hits_total")
-_PROSE_SERVER = Path(__file__).with_name("prose_server.py")
 _NO_OVERLAP = "--no-two-batch-overlap"
 _CASES = (
     "spoken, unpaced",
@@ -316,7 +314,7 @@ class Measurement:
 
     def _skips(self, name: str, least_s: float = 5.0) -> bool:
         """Whether a case is not wanted, or no time is left for it, which is noted."""
-        if name not in self._given.cases:
+        if self._given.cases and name not in self._given.cases:
             return True
         is_over = time.perf_counter() + least_s > self._end
         if is_over:
@@ -361,7 +359,7 @@ def _nothing() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=_CASES, default=_CASES, help="only these")
+    parser.add_argument("--cases", nargs="+", choices=_CASES, help="only these; otherwise all")
     parser.add_argument("--concurrency", type=wholes(1, 256), default="16,1,32")
     parser.add_argument("--single-rounds", type=whole(1), default=20, help="requests at concurrency 1")
     parser.add_argument("--rounds", type=whole(1), default=3, help="requests of each client at others")
@@ -410,7 +408,7 @@ def main() -> None:
     given, began = harness.parse_args(make_parser()), time.perf_counter()
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
     clients = Clients(given.client_processes)  # they import while the server starts
-    command = [sys.executable, str(_PROSE_SERVER)] + [_NO_OVERLAP] * given.no_two_batch_overlap
+    command = (*PROSE_SERVER, *([_NO_OVERLAP] * given.no_two_batch_overlap))
     with serve(given.artifact, given.serve, given.log, command) as served:
         about = {"serve": given.serve, "start_s": served.start_s, "weights_bytes": weights}
         about["health"] = httpx.get(f"{served.url}/health").json()

@@ -29,6 +29,7 @@ import harness
 import httpx
 import psutil
 from arguments import seconds, whole
+from served import PROSE_SERVER
 
 from mingc.console.serve_child import serve_child
 
@@ -39,7 +40,6 @@ _LEAST_TOKENS = 100  # of an answer: shorter ones may end before all of them run
 _MOST_CLIENTS = 128  # that a server lets wait at once
 _FREED_MIB = 64  # a GPU that holds no more than this beyond what it held before is free
 _SPEECH = {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
-_PROSE_SERVER = (sys.executable, str(Path(__file__).with_name("prose_server.py")))
 _OPTIONS = ("--port", "0", "--drain-seconds", "0", "--no-check-hashes")
 _RANK = "mingc.runtime.thinker.ranks.rank_process"
 
@@ -184,7 +184,7 @@ def measure(
     """Figures, and faults."""
     number = signal.SIGSTOP if arguments.hang else signal.SIGKILL
     before = memory_mib()
-    command, more = (_PROSE_SERVER, _SPEECH) if arguments.spoken else ((), {})
+    command, more = (PROSE_SERVER, _SPEECH) if arguments.spoken else ((), {})
     with serving(arguments.artifact, options, log, command) as served:
         if not served.ranks:
             raise SystemExit(f"{arguments.artifact} is of one rank: there is none to lose")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from pathlib import Path
 from mingc.console.serve_child import serve_child
 
 READY = "from the start of the process"
+# The command of `serve` for artifacts of random weights: answers have texts that somebody would say.
+PROSE_SERVER = (sys.executable, str(Path(__file__).with_name("prose_server.py")))
 _END_S = 30
 
 
