@@ -69,7 +69,7 @@ def compile_engine(task: GraphTask, opened: OpenGraph, static_shapes: dict[str, 
 
 
 def _free_weights(module: nn.Module) -> None:
-    """Free the memory of the module's weights: after a compile for a GPU, torch 2.11 keeps references to them."""
+    """Free the memory of the module's weights. torch 2.11 keeps references to them after a compile for a GPU."""
     for weight in chain(module.parameters(), module.buffers()):
         storage = weight.untyped_storage()
         if storage.resizable():  # unlike a mapped file
