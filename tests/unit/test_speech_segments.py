@@ -186,7 +186,8 @@ def test_a_long_file_is_read_in_constant_memory() -> None:
         assert abs(reader.duration_ms - minutes * 60_000) < 7000
         assert num_segments == 3 * round(reader.duration_ms / LENGTH_MS)
         pool.close()
-    assert held[4][0] - held[1][0] < 1 << 20
+    # Three more minutes are 11.5 MB. What one file takes differs by 1.2 MB from run to run.
+    assert held[4][0] - held[1][0] < 4 << 20
     assert held[4][1] - held[1][1] < 8 << 20
 
 
