@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,10 @@ EXPORTED = {
     "wide_thinker_artifact",
 }
 
+
+# What a shell starts with `&` ignores SIGINT, and so would the commands that tests start, interrupt and wait for.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Modules and test items live as long as the process, and there are millions of objects in them: looking for garbage
 # among them again and again would take a third of the time of collecting tests, and a tenth of that of running them.

@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ def test_two_exports_differ_in_time_only_and_an_interrupted_one_leaves_nothing(t
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # What a shell starts with `&` ignores SIGINT, and so would its children: these tests, and the export.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     try:

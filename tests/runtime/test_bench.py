@@ -277,8 +277,6 @@ def test_a_signal_leaves_what_was_measured(number: signal.Signals, seconds: floa
         process = subprocess.Popen(
             [*command, "--rate", "40", "--duration", f"{seconds}s", "--repeats", "100", "--output", output],
             stderr=subprocess.PIPE,
-            # A shell's background job ignores it, and what it starts does so too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         # Nine requests come before the load; most of the others are answered.
         eventually(lambda: output.exists() if number == signal.SIGKILL else len(server.bodies) >= 60)
