@@ -820,7 +820,7 @@ def test_turns_leave_their_items_alone() -> None:
             return Counter(
                 each.__qualname__
                 for each in kinds
-                if each.__module__.split(".")[0] in ("mingc", "asyncio", "_asyncio")
+                if str(each.__module__).split(".")[0] in ("mingc", "asyncio", "_asyncio")
             )
 
         before, after = objects_after(12), objects_after(12)
