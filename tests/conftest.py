@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import signal
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,9 @@ EXPORTED = {
 # What a shell starts with `&` ignores SIGINT, and so would the commands that tests start, interrupt and wait for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every HTTP client would read all certificates for itself: a twentieth of the time of all tests.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # Modules and test items live as long as the process, and there are millions of objects in them: looking for garbage
 # among them again and again would take a third of the time of collecting tests, and a tenth of that of running them.

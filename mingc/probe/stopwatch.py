@@ -66,7 +66,7 @@ class Stopwatch:
         """
         is_cuda = self._flush is not None
         side, words, count = (8192, 2**29, 10) if is_cuda else (1024, 2**26, 5)
-        source = torch.randn(words, device=self._device)
+        source = torch.randn(2**20, device=self._device).repeat(words // 2**20)  # drawing all takes longer
         target = torch.empty_like(source)
         copy_ms = min(self.samples_ms(lambda: target.copy_(source), count))
         read_ms = min(self.samples_ms(source.sum, count))

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from changed_artifact import terse_artifact
 from held_resources import wait_until_equal
 from mingc_command import serving
 from openai_checks import image_data_url
@@ -86,14 +87,13 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def served(eager_artifact: Path) -> Iterator[Watched]:
+def served(eager_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    artifact = terse_artifact(eager_artifact, tmp_path_factory.mktemp("terse") / "artifact")
     found: list[Watched] = []
 
     def make() -> OmniService:
         found.append(
-            Watched(
-                open_service(eager_artifact, EngineOptions(num_preprocess_threads=2), media=DecoderPool())
-            )
+            Watched(open_service(artifact, EngineOptions(num_preprocess_threads=2), media=DecoderPool()))
         )
         found[0].watch()
         return found[0].service
