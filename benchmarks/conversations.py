@@ -388,7 +388,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--speakers", type=whole(1, 256), default=16, help="speakers beside 16 streams")
     parser.add_argument("--sessions", type=wholes(1, 64), default="1,16", help="realtime sessions")
-    parser.add_argument("--serve", default=_CROWD, help="further words of `mingc serve`")
+    parser.add_argument("--serve", default="", help="further words of `mingc serve`")
     parser.add_argument(
         _NO_OVERLAP,
         action="store_true",
@@ -409,8 +409,9 @@ def main() -> None:
     weights = sum(path.stat().st_size for path in (given.artifact / "weights").rglob("*") if path.is_file())
     clients = Clients(given.client_processes)  # they import while the server starts
     command = (*PROSE_SERVER, *([_NO_OVERLAP] * given.no_two_batch_overlap))
-    with serve(given.artifact, given.serve, given.log, command) as served:
-        about = {"serve": given.serve, "start_s": served.start_s, "weights_bytes": weights}
+    words = f"{_CROWD} {given.serve}".rstrip()
+    with serve(given.artifact, words, given.log, command) as served:
+        about = {"serve": words, "start_s": served.start_s, "weights_bytes": weights}
         about["health"] = httpx.get(f"{served.url}/health").json()
         print(json.dumps(about), flush=True)
 
