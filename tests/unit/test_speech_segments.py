@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import statistics
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -167,28 +168,34 @@ def high_water_kib(pid: int) -> int:
 
 
 def test_a_long_file_is_read_in_constant_memory() -> None:
-    """Four minutes take what one takes, in both processes, besides the file itself: 15 MB as float32."""
+    """Five minutes take what two take, in both processes, besides the file itself: 11.5 MB more as float32."""
     held = {}
     VoiceActivity(16000)  # loads the model
-    for minutes in (1, 4):
+    for minutes in (2, 5):
         file = long_file(minutes)
         pool = DecoderPool()
         pool.start()
         (pid,) = pool.pids
+        kept, peaks = [], []
         tracemalloc.start()
         reader = pool.read_speech(TASK, file, RULES)
         num_segments = 0
         while (segments := reader.read()) is not None:
             num_segments += len(segments)
-        _, peak = tracemalloc.get_traced_memory()
+            now, peak = tracemalloc.get_traced_memory()
+            kept.append(now)
+            peaks.append(peak)
+            tracemalloc.reset_peak()
         tracemalloc.stop()
-        held[minutes] = peak, high_water_kib(pid) * 1024 - 2 * len(file)  # as received, and as bytes
+        # The median: log-mel takes 1.2 MB more for a block when its second thread gets a processor in time.
+        parent = max(kept), statistics.median(peaks)
+        held[minutes] = *parent, high_water_kib(pid) * 1024 - 2 * len(file)  # as received, and as bytes
         assert abs(reader.duration_ms - minutes * 60_000) < 7000
         assert num_segments == 3 * round(reader.duration_ms / LENGTH_MS)
         pool.close()
-    # Three more minutes are 11.5 MB. What one file takes differs by 1.2 MB from run to run.
-    assert held[4][0] - held[1][0] < 4 << 20
-    assert held[4][1] - held[1][1] < 8 << 20
+    assert held[5][0] - held[2][0] < 1 << 20
+    assert held[5][1] - held[2][1] < 1 << 20
+    assert held[5][2] - held[2][2] < 8 << 20
 
 
 @pytest.mark.parametrize(
