@@ -106,7 +106,7 @@ def test_debug_adds_the_traceback_of_a_bug(capsys: pytest.CaptureFixture[str]) -
 # `mingc serve` of a service that answers without an artifact and without torch. Signals within argv[1] seconds count as
 # one; with 0 the service never closes.
 _SERVE = """
-import asyncio, signal, sys, types
+import asyncio, sys, types
 from fake_service import FakeService
 from mingc.cli import main
 from mingc.console import signals
@@ -120,12 +120,11 @@ class Slow(FakeService):
 builder = sys.modules["mingc.runtime.service.builder"] = types.ModuleType("builder")
 builder.open_service = lambda *_, **__: Slow()
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
-signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["serve", "artifact", "--port", "0", "--shutdown-timeout", "600", "--no-check-hashes"])
 """
 # A command that works until it is interrupted and then takes its time.
 _WORK = """
-import signal, sys, time
+import sys, time
 from mingc.commands import doctor_report
 from mingc.cli import main
 from mingc.console import signals
@@ -141,7 +140,6 @@ def examine(artifacts):
 
 doctor_report.examine = examine
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[1])
-signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["doctor"])
 """
 

@@ -15,13 +15,12 @@ import pytest
 import mingc
 
 _JOB = """
-import multiprocessing, signal, sys, time
+import multiprocessing, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from mingc.artifacts.work_folder import work_folder
 from mingc.console.signals import clean_shutdown
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 try:
     with (
         clean_shutdown(),
@@ -40,7 +39,7 @@ except KeyboardInterrupt:
 
 
 _CLEANING = """
-import signal, sys, time
+import sys, time
 from contextlib import contextmanager
 from pathlib import Path
 from mingc.console import signals
@@ -55,7 +54,6 @@ def slow_to_clean():
         sys.stdin.readline()
 
 signals.SIGNAL_DEBOUNCE_S, signals.CLEANING_LIMIT_S = map(float, sys.argv[2:])
-signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with signals.clean_shutdown(), work_folder(Path(sys.argv[1]), "job-"), slow_to_clean():
         print("begun", flush=True)
@@ -64,7 +62,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 _SLOW_END = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 from mingc.console import signals
 
@@ -74,7 +72,6 @@ class Slow:
         os.read(0, 1)
 
 signals.SIGNAL_DEBOUNCE_S = float(sys.argv[2])
-signal.signal(signal.SIGINT, signal.default_int_handler)
 slow = Slow()
 try:
     with signals.clean_shutdown():
@@ -84,10 +81,9 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 _FROM_A_STRING = """
-import signal, sys, time
+import sys, time
 from mingc.console.signals import clean_shutdown
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with clean_shutdown():
         print("begun", flush=True)
@@ -96,7 +92,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 _IN_A_FINALIZER = """
-import signal, sys, time
+import sys, time
 from mingc.console.signals import clean_shutdown
 
 class Slow:
@@ -104,7 +100,6 @@ class Slow:
         print("begun", flush=True)
         sys.stdin.readline()
 
-signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with clean_shutdown():
         Slow()
@@ -121,7 +116,7 @@ except BaseException:
     print("interrupted", flush=True)
 """
 _SERVE = """
-import signal, sys, time
+import sys, time
 from mingc.cli import main
 from mingc.runtime.service import builder
 from mingc.runtime.engines.backends import aoti
@@ -132,7 +127,6 @@ def load(*_, **__):
     time.sleep(600)
 
 builder.open_service = load
-signal.signal(signal.SIGINT, signal.default_int_handler)
 main(["serve", sys.argv[1], "--port", "0", "--no-check-hashes"])
 """
 
