@@ -36,11 +36,11 @@ EXPORTED = {
 }
 
 
-# What a shell starts with `&` ignores SIGINT, and so would the commands that tests start, interrupt and wait for.
+# A job that a shell starts with `&` ignores SIGINT, and its children inherit that. Tests interrupt such children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Every HTTP client would read all certificates for itself: a twentieth of the time of all tests.
+# Each HTTP client would read all certificates again, which takes a twentieth of the time of all tests.
 ssl.create_default_context = cache(ssl.create_default_context)
 
 # Modules and test items live as long as the process, and there are millions of objects in them: looking for garbage

@@ -45,7 +45,7 @@ TOOL = {
 
 @dataclass
 class Watched:
-    """A served artifact, and what its sessions asked and were told: the request, and its events."""
+    """A served artifact that records each chat request of its sessions, and the events of the answer."""
 
     service: OmniService
     url: str = ""

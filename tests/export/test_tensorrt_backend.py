@@ -257,7 +257,7 @@ def test_float32_is_refused_only_on_a_gpu_that_the_library_does_not_list(
 def refusals(
     stage_name: str, backend: str, *, target: str = "cuda", checkpoint: Path = DATA / "tiny-ming"
 ) -> dict[str, dict[str, str]]:
-    """What is refused in bfloat16 before anything is built, by graph and backend."""
+    """The reasons why backends refuse bfloat16 before an export builds anything, by graph and backend."""
     found = ExportRecipe(
         checkpoint=checkpoint, output=checkpoint, target=target, dtype="bfloat16", backend=(backend,),
         synthetic=checkpoint != DATA / "tiny-ming",

@@ -247,7 +247,7 @@ def test_a_clip_that_is_dropped_prints_nothing_and_is_freed(
     """Also when its request is cancelled while the encoder runs. FFmpeg's objects would wait for the collector."""
 
     def count() -> int:
-        # Of those since `gc.collect`. By type: a deprecated name of torch warns when it is asked for its class.
+        # Objects created since `gc.collect`. By type: a deprecated name of torch warns when code asks for its class.
         return sum(issubclass(type(each), av.container.OutputContainer) for each in gc.get_objects(0))
 
     async def leave(clip: KeptClip | LiveClip) -> None:

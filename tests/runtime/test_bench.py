@@ -162,7 +162,7 @@ def test_a_server_that_stalls_cannot_hide_in_an_open_loop() -> None:
     (run,) = file.runs
     late = [each.ended - each.scheduled for each in run.samples]
     assert len(run.samples) > 20 and not any(each.error for each in run.samples)
-    # 0.6 s at 25 requests a second: about fifteen were due meanwhile, and one of them was being answered.
+    # In 0.6 s, 25 requests a second make about fifteen due. The server is answering one of them.
     assert sum(each > 0.3 for each in late) >= 4 and max(late) > 0.6
 
 
